@@ -64,6 +64,7 @@ SHORT = {
     "proto/server_url.py": SHARED,
     "proto/version.py": SHARED,
     "shard/grammar/triton.py": SPECIALIZED,
+    "shard/system/cores.py": "imports torch, which the modules of the process must not",
     "shard/system/operators.py": "used by the Triton modules of every folder",
 }
 """Modules with fewer lines, and why each is a module. `__init__` and `__main__` need no reason."""

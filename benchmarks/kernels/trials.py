@@ -10,8 +10,7 @@ from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.model.kernels.tuning import Tuned
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
-from lorikeet.shard.model.medusa.heads import SlotHeads
-from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
+from lorikeet.shard.model.medusa.heads import HeadsContent, HeadsShape, SlotHeads
 
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2**-6, torch.float16: 2**-8}
 """Tolerance as a share of the largest value."""

@@ -89,8 +89,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
     from lorikeet.shard.batch.transfer import HostCopy
     from lorikeet.shard.engine.engine import Engine, LoopConfig
     from lorikeet.shard.grpc.codec import write_update
-    from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-    from lorikeet.shard.grpc.outbox import Outbox
+    from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
     from lorikeet.shard.sampling import Sampler
     from lorikeet.shard.sampling.device import Tile
     from lorikeet.shard.scheduler.budget import Limits

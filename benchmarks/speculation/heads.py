@@ -21,7 +21,7 @@ from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import load_model
 from lorikeet.shard.model.kernels.packing import can_pack, pack
-from lorikeet.shard.model.medusa.loading import HeadsShape, bind
+from lorikeet.shard.model.medusa.heads import HeadsShape, bind
 
 ROUNDS = 8
 TURNS = 40

@@ -16,7 +16,7 @@ from lorikeet.adapters.catalogue import Catalogue, CatalogueEntry, CatalogueErro
 from lorikeet.adapters.errors import AdapterError, LoaderFailed, SourceUnreachable
 from lorikeet.adapters.keys import Key, Keys
 from lorikeet.adapters.refs import Ref, SourceKind
-from lorikeet.router.adapters.admission import AdapterAdmission
+from lorikeet.router.adapters.loading import AdapterAdmission
 from lorikeet.router.adapters.selection import Selection
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ReloadRefused

@@ -9,8 +9,8 @@ from starlette.requests import Request
 
 from lorikeet.adapters.sources.registry import Rights, Sources
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters.admission import AdapterAdmission
 from lorikeet.router.adapters.chat_templates import Templates
+from lorikeet.router.adapters.loading import AdapterAdmission
 from lorikeet.router.adapters.preload import AdapterPreloader, Reloading, read_catalogue, read_keys
 from lorikeet.router.adapters.selection import Directory, Selection
 from lorikeet.router.adapters.tokenizers import AdapterTokenizers

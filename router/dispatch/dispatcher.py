@@ -14,8 +14,7 @@ from pathlib import Path
 import structlog
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters.admission import AdapterAdmission
-from lorikeet.router.adapters.loading import LoaderClient
+from lorikeet.router.adapters.loading import AdapterAdmission, LoaderClient
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch.fair_queue import FairQueue, InFlight, QueueFull
 from lorikeet.router.errors import (

@@ -33,8 +33,7 @@ from lorikeet.shard.engine.step import (
 )
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grammar.masks import GrammarMasks, truncate_drafts
-from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import AdapterEvents, Outbox, Output, Status, TokenColumns
+from lorikeet.shard.grpc.streams import AdapterEvents, Inbox, Outbox, Output, Status, TokenColumns
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, PooledRows, Request, ScheduledRequest, load_of
 from lorikeet.shard.sampling import Sampler

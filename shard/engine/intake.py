@@ -6,8 +6,19 @@ from collections.abc import Iterable
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grammar.compiler import GrammarCompiler
-from lorikeet.shard.grpc.inbox import AdapterRead, Commands, Inbox, LearningAsked, Refusal, StreamEnded, StreamOpened
-from lorikeet.shard.grpc.outbox import MAX_DETAILS, Outbox, Output, StepDetail
+from lorikeet.shard.grpc.streams import (
+    MAX_DETAILS,
+    AdapterRead,
+    Commands,
+    Inbox,
+    LearningAsked,
+    Outbox,
+    Output,
+    Refusal,
+    StepDetail,
+    StreamEnded,
+    StreamOpened,
+)
 from lorikeet.shard.learning.learning import Learning
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import Scheduler, StepPlan

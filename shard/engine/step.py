@@ -19,7 +19,7 @@ from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.grammar.masks import GrammarMasks
-from lorikeet.shard.grpc.outbox import STEP_END, ColumnDrafts, Details, Output, TokenColumns
+from lorikeet.shard.grpc.streams import STEP_END, ColumnDrafts, Details, Output, TokenColumns
 from lorikeet.shard.requests.request import FinishReason, Request, Rows, ScheduledRequest, Source
 from lorikeet.shard.sampling import HostPromptLogprobs, HostSampled, PromptLogprobs, Sampled, SampledColumns, Sampler
 from lorikeet.shard.sampling.drafting import DraftDraws

@@ -20,8 +20,17 @@ from lorikeet.proto.params import (
     Speculation,
 )
 from lorikeet.proto.shares import LEAST_WEIGHT, MOST_WEIGHT
-from lorikeet.shard.grpc.inbox import Commands, Refusal
-from lorikeet.shard.grpc.outbox import DETAILS, Details, Output, Status, StepDetail, StreamUpdate, TokenColumns
+from lorikeet.shard.grpc.streams import (
+    DETAILS,
+    Commands,
+    Details,
+    Output,
+    Refusal,
+    Status,
+    StepDetail,
+    StreamUpdate,
+    TokenColumns,
+)
 from lorikeet.shard.requests.request import PooledRows, Request, Rows
 
 MAX_MESSAGE_BYTES = 3 << 20

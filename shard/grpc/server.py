@@ -24,8 +24,7 @@ from lorikeet.proto import shard_pb2_grpc
 from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
-from lorikeet.shard.grpc.inbox import Inbox, LearningAsked, StreamEnded, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Inbox, LearningAsked, Outbox, StreamEnded, StreamOpened
 
 log = structlog.get_logger()
 

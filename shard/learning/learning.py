@@ -4,31 +4,196 @@ Everything here runs between steps, in the step loop's thread, except writing an
 lossless, so that heads change speed only.
 """
 
+import contextlib
 import fcntl
 import hashlib
 import json
+import mmap
 import os
+import subprocess
 import time
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import torch
 from google.protobuf.json_format import MessageToDict, ParseDict, ParseError
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.proto.learning import Pair, Trained, TrainingJob
-from lorikeet.shard.learning.rings import Rings
-from lorikeet.shard.learning.trainer import Trainer
+from lorikeet.proto.learning import BLOCK_ROWS, Pair, RowBlock, RowsLayout, Trained, TrainerSettings, TrainingJob
+from lorikeet.proto.process import start_connected
 from lorikeet.shard.requests.request import ScheduledRequest, Source
 from lorikeet.shard.scheduler.adapter_slots import Residency
 from lorikeet.shard.scheduler.scheduler import Scheduler
 from lorikeet.shard.speculation.medusa import pair_of
 
 log = structlog.get_logger()
+
+MODULE = "lorikeet.adapters.medusa.learning"
+ENDED = "the trainer ended: its log has the reason"
+
+
+class Trainer:
+    """The trainer's process: started ahead of the first job or at it, ended by a purge, started again if it has ended.
+
+    It is for Linux, as learning is, has the lowest priority of all processes, and does one job at a time. Its methods
+    are called in one thread, and do not wait.
+    """
+
+    def __init__(self, settings: TrainerSettings) -> None:
+        self._settings = settings
+        self._cpus = os.sched_getaffinity(0)
+        """Before the shard's threads were bound to one each."""
+        self._running: tuple[subprocess.Popen[bytes], Connection] | None = None
+        self._job: TrainingJob | None = None
+        self._started = 0.0
+
+    @property
+    def state(self) -> str:
+        """`stopped`, `idle` or `training`."""
+        if self._job is not None:
+            return "training"
+        return "stopped" if self._running is None else "idle"
+
+    @property
+    def training_s(self) -> float:
+        """How long the current job has run; 0 without one."""
+        return 0.0 if self._job is None else time.monotonic() - self._started
+
+    def start(self) -> None:
+        """Start the process before there is a job: at idle priority its imports can take minutes on a busy machine."""
+        if self._running is not None and self._running[0].poll() is None:
+            return
+        self.stop()
+        process, end = start_connected(MODULE, inherits=[self._settings.rows_fd])
+        os.sched_setaffinity(process.pid, self._cpus)
+        # it computes only while a processor would be idle
+        os.setpriority(os.PRIO_PROCESS, process.pid, 19)
+        os.sched_setscheduler(process.pid, os.SCHED_IDLE, os.sched_param(0))
+        self._running = process, Connection(end.detach())
+        self._send(self._settings)
+
+    def train(self, job: TrainingJob) -> None:
+        """Start a job; none may run. It fits the socket's buffer."""
+        assert self._job is None
+        self.start()
+        self._job, self._started = job, time.monotonic()
+        self._send(job)
+
+    def answer(self) -> Trained | None:
+        """The answer to the job, an error if the process has ended; None if there is none yet."""
+        if self._job is None or self._running is None or not self._running[1].poll():
+            return None
+        job, self._job = self._job, None
+        try:
+            answer = self._running[1].recv()
+            assert isinstance(answer, Trained)
+            return answer
+        except (EOFError, OSError):
+            log.error("trainer_ended", code=self._running[0].wait())
+            self.stop()
+            return Trained(job.pair, pb.LearningDecision(decision="failed", reason=ENDED), 0.0)
+
+    def stop(self) -> None:
+        """End the process with all that it has learned; a job gives no answer."""
+        running, self._running, self._job = self._running, None, None
+        if running is not None:
+            running[0].kill()
+            running[0].wait()
+            running[1].close()
+
+    def _send(self, message: TrainerSettings | TrainingJob) -> None:
+        assert self._running is not None
+        with contextlib.suppress(OSError):  # it has ended, as `answer` says
+            self._running[1].send(message)
+
+
+Bits = npt.NDArray[np.uint16]
+"""Of bfloat16."""
+
+
+class Rings:
+    """The newest output tokens of each pair of tenant and adapter with their hidden states, in memory of bounded size.
+
+    The memory is shared with the trainer's process and has no name, so that nothing of it reaches a disk (except as
+    swap). If it is full, the pair with the most rows gives up its oldest block.
+    """
+
+    def __init__(self, layout: RowsLayout) -> None:
+        """Raises OSError if the system has no memory files."""
+        self.layout = layout
+        self.fd = os.memfd_create("lorikeet-learning", os.MFD_CLOEXEC)
+        """Descriptor of the memory."""
+        os.ftruncate(self.fd, layout.num_bytes)
+        self._memory = mmap.mmap(self.fd, layout.num_bytes)
+        self._versions, self._rows = layout.arrays(memoryview(self._memory))
+        self._free = list(reversed(range(layout.num_blocks)))
+        self._rings: OrderedDict[Pair, deque[RowBlock]] = OrderedDict()
+        """Blocks of each pair, oldest first; the least recently used pair first."""
+        self._version = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the blocks that have rows."""
+        return (self.layout.num_blocks - len(self._free)) * (self.layout.num_bytes // self.layout.num_blocks)
+
+    def num_rows(self, pair: Pair) -> int:
+        """Rows of a pair that are kept."""
+        return _num_rows(self._rings.get(pair))
+
+    def append(
+        self, pair: Pair, texts: Sequence[int], token_ids: Sequence[int], hidden: npt.NDArray[np.uint16]
+    ) -> None:
+        """Add rows. texts, token_ids: [n]; hidden: [n, H] bits of bfloat16."""
+        ring = self._rings.setdefault(pair, deque())
+        self._rings.move_to_end(pair)
+        first = 0
+        while first < len(token_ids):
+            if not ring or ring[-1].num_rows == BLOCK_ROWS:
+                ring.append(self._take_block())
+            number, version, num_rows = ring[-1]
+            end = min(len(token_ids), first + BLOCK_ROWS - num_rows)
+            start = number * BLOCK_ROWS + num_rows
+            rows = self._rows[start : start + end - first]
+            rows["text"], rows["token_id"], rows["hidden"] = texts[first:end], token_ids[first:end], hidden[first:end]
+            ring[-1] = RowBlock(number, version, num_rows + end - first)
+            first = end
+
+    def blocks(self, pair: Pair) -> tuple[RowBlock, ...]:
+        """The blocks of a pair, oldest first."""
+        return tuple(self._rings.get(pair, ()))
+
+    def clear(self) -> None:
+        """Delete all rows, from the memory too."""
+        self._rings.clear()
+        self._free = list(reversed(range(self.layout.num_blocks)))
+        self._memory.madvise(mmap.MADV_REMOVE)
+        self._version += 1
+        self._versions[:] = self._version
+
+    def _take_block(self) -> RowBlock:
+        if self._free:
+            number = self._free.pop()
+        else:
+            # the least recently used of those with the most rows; the newest pair may have none, and needs the block
+            pair, ring = max(self._rings.items(), key=lambda item: _num_rows(item[1]))
+            number = ring.popleft().number
+            if not ring and pair != next(reversed(self._rings)):
+                del self._rings[pair]
+        self._version += 1
+        self._versions[number] = self._version
+        return RowBlock(number, self._version, 0)
+
+
+def _num_rows(ring: Sequence[RowBlock] | None) -> int:
+    return (len(ring) - 1) * BLOCK_ROWS + ring[-1].num_rows if ring else 0
+
 
 MAX_WAITS = 16
 """After each training without a gain the next one waits for twice as many rows, up to this factor of MIN_ROWS."""

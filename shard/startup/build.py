@@ -19,12 +19,9 @@ from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grammar.compiler import GrammarCompiler
 from lorikeet.shard.grpc.codec import Bounds
-from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Facts
-from lorikeet.shard.learning.learning import Learning, Records
-from lorikeet.shard.learning.rings import Rings
-from lorikeet.shard.learning.trainer import Trainer
+from lorikeet.shard.grpc.streams import Inbox, Outbox
+from lorikeet.shard.learning.learning import Learning, Records, Rings, Trainer
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.kv_memory import choose_num_pages
 from lorikeet.shard.ranks.commands import WarmUpAdapters

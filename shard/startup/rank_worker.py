@@ -10,11 +10,9 @@ import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from lorikeet.proto import logs
-from lorikeet.shard.adapters.manager import prepare
-from lorikeet.shard.adapters.ranks import CollectiveReader
-from lorikeet.shard.adapters.reader import AdapterReader
+from lorikeet.shard.adapters.manager import AdapterReader, CollectiveReader, prepare
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
+from lorikeet.shard.grpc.streams import AdapterRead, Inbox
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterContent
 from lorikeet.shard.model.graphs import CannotCapture, CudaRecorder

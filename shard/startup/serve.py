@@ -11,9 +11,8 @@ from lorikeet.proto import logs
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine, Watchdog
 from lorikeet.shard.grpc.auth import Access
-from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Server
+from lorikeet.shard.grpc.streams import Inbox, Outbox
 from lorikeet.shard.model import load_model
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.startup.build import build_engine, describe

@@ -17,11 +17,6 @@ log = structlog.get_logger()
 _SOURCE = Path(__file__).with_name("cores.c")
 
 
-def usable_cores() -> int:
-    """Cores that the calling thread may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def pin_threads() -> bool:
     """Pin the calling thread and its OpenMP team to one core each, if there are as many threads as cores; with fewer,
     the system chooses better. Threads that the caller starts later inherit its core, so call this right before the

@@ -21,8 +21,7 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.engine.engine import Engine, LoopConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
 from lorikeet.shard.model import Model, layers
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble

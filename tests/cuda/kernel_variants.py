@@ -22,7 +22,7 @@ from lorikeet.shard.model.kernels import (
 from lorikeet.shard.model.kernels import triton as fused
 from lorikeet.shard.model.lora import triton as lora
 from lorikeet.shard.model.medusa import triton as medusa
-from lorikeet.shard.model.medusa.loading import MOST_HEADS
+from lorikeet.shard.model.medusa.heads import MOST_HEADS
 from lorikeet.shard.sampling import triton as sampling
 from lorikeet.shard.speculation.device import lookup_triton
 from lorikeet.shard.speculation.device.device_drafts import BLOCK, MOST_DRAFTS, SOURCES, Emitted, Texts

@@ -15,8 +15,7 @@ from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.transfer import HostCopy
 from lorikeet.shard.engine.engine import Engine, LoopConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache

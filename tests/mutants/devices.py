@@ -63,7 +63,7 @@ MUTANTS = [
     ),
     Mutant(
         "a slot is cleared on the first rank only",
-        "shard/adapters/ranks.py",
+        "shard/adapters/manager.py",
         "        self._leader.send(Clear(slot))\n",
         "",
         f"{READ_TEST}::test_every_rank_gets_every_change_of_a_slot",

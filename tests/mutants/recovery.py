@@ -57,7 +57,7 @@ MUTANTS = [
     ),
     Mutant(
         "an isolation step starts before its announcement is sent to every router",
-        "shard/grpc/outbox.py",
+        "shard/grpc/streams.py",
         "            if wait_s:\n",
         "            if wait_s < 0:\n",
         "tests/shard/grpc/test_outbox.py::test_a_step_waits_until_every_stream_has_sent_it",

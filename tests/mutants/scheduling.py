@@ -134,7 +134,7 @@ MUTANTS = [
     ),
     Mutant(
         "a block is taken from the ring with the most blocks instead of the most rows",
-        "shard/learning/rings.py",
+        "shard/learning/learning.py",
         "key=lambda item: _num_rows(item[1])",
         "key=lambda item: len(item[1])",
         "tests/shard/learning/test_rings.py::test_every_pair_keeps_its_newest_rows_and_none_of_another",

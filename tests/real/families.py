@@ -29,9 +29,8 @@ from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.auth import Access
-from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Server
+from lorikeet.shard.grpc.streams import Inbox, Outbox
 from lorikeet.shard.model import load_model
 from lorikeet.shard.startup.build import build_engine, describe, pooling_of
 from lorikeet.shard.startup.model_files import ModelFiles

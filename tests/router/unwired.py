@@ -23,7 +23,7 @@ from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.shard.engine import engine as shard_engine
 from lorikeet.shard.grpc import codec as shard_codec
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Outbox
 from lorikeet.shard.requests.request import ScheduledRequest
 from lorikeet.shard.system.timing import PhaseTimer
 from tests.shard.fake_model import VOCAB_SIZE

@@ -7,8 +7,7 @@ from lorikeet.proto.params import LogprobParams, SamplingParams
 from lorikeet.shard.batch.inputs import Network
 from lorikeet.shard.engine.engine import Engine, LoopConfig
 from lorikeet.shard.grammar.compiler import GrammarCompiler
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox, Output, StreamUpdate
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, Output, StreamOpened, StreamUpdate
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits

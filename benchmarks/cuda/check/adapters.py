@@ -15,7 +15,7 @@ from benchmarks.cuda.check.rows import Row, Rows
 from benchmarks.cuda.served import Store, settings_of
 from benchmarks.cuda.setup import Setup
 from benchmarks.models.adapter_files import ALL
-from lorikeet.shard.adapters.reader import CheckedFiles
+from lorikeet.shard.adapters.manager import CheckedFiles
 from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.loading import HostLayout
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory

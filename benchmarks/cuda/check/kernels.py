@@ -31,8 +31,7 @@ from lorikeet.shard.model.kernels.integers_triton import MOST_ROWS
 from lorikeet.shard.model.kernels.pairs import sort_pairs
 from lorikeet.shard.model.kernels.products_triton import multiply_tiles
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
-from lorikeet.shard.model.medusa.heads import SlotHeads
-from lorikeet.shard.model.medusa.loading import HeadsShape
+from lorikeet.shard.model.medusa.heads import HeadsShape, SlotHeads
 from lorikeet.shard.model.quantization.integers import round_weight
 from lorikeet.shard.speculation.device import lookup_triton
 from lorikeet.shard.speculation.device.device_drafts import (

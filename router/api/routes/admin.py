@@ -17,7 +17,7 @@ from lorikeet.adapters.catalogue import CatalogueEntry
 from lorikeet.adapters.errors import AdapterError
 from lorikeet.adapters.keys import Keys
 from lorikeet.adapters.refs import Ref
-from lorikeet.router.adapters.admission import AdapterAdmission
+from lorikeet.router.adapters.loading import AdapterAdmission
 from lorikeet.router.adapters.selection import MAX_ADDED, single
 from lorikeet.router.api.answer_parts import json_response
 from lorikeet.router.api.service import Routes

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet.proto.process import usable_cores
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.lora.memory import ALIGNMENT, HostMemory
 from lorikeet.shard.model.lora.served_file import HEADS, Place, ServedFile, map_file
@@ -34,9 +35,7 @@ from lorikeet.shard.model.lora.targets import (
     compiled,
     library_for,
 )
-from lorikeet.shard.model.medusa.heads import HeadsPool
-from lorikeet.shard.model.medusa.loading import HeadsContent, read_heads
-from lorikeet.shard.system.cores import usable_cores
+from lorikeet.shard.model.medusa.heads import HeadsContent, HeadsPool, read_heads
 from lorikeet.shard.system.native import CompilerMissing
 
 NOWHERE = -1

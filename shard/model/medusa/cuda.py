@@ -13,8 +13,7 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import HeadGroups
 from lorikeet.shard.batch.transfer import sendable
 from lorikeet.shard.model.kernels.tuning import DEFAULTS, Tuned
-from lorikeet.shard.model.medusa.heads import SlotHeads
-from lorikeet.shard.model.medusa.loading import MOST_BLOCKS, MOST_HEADS
+from lorikeet.shard.model.medusa.heads import MOST_BLOCKS, MOST_HEADS, SlotHeads
 from lorikeet.shard.model.medusa.triton import ENTRY, add_drafts, put_head_logits
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.products_triton import WIDENS, multiply_rows
 from lorikeet.shard.model.kernels.triton import rounded
-from lorikeet.shard.model.medusa.loading import MOST_BLOCKS
+from lorikeet.shard.model.medusa.heads import MOST_BLOCKS
 from lorikeet.shard.system.operators import operator
 
 ENTRY = tl.constexpr(2 + 2 * MOST_BLOCKS)

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.adapters import admission as module
-from lorikeet.router.adapters.admission import HALF_LIFE_S, Popularity
+from lorikeet.router.adapters import loading as module
+from lorikeet.router.adapters.loading import HALF_LIFE_S, Popularity
 
 
 class Clock:

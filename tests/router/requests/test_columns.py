@@ -9,7 +9,7 @@ import pytest
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.requests.request import drafted_outputs
 from lorikeet.shard.grpc.codec import write_columns, write_output
-from lorikeet.shard.grpc.outbox import ColumnDrafts, TokenColumns
+from lorikeet.shard.grpc.streams import ColumnDrafts, TokenColumns
 from lorikeet.shard.requests.request import Source
 
 TARGET, LOOKUP, BONUS, RESAMPLE = map(int, (Source.TARGET, Source.LOOKUP, Source.BONUS, Source.RESAMPLE))

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from lorikeet.proto import digest
-from lorikeet.shard.adapters.reader import CheckedFiles
+from lorikeet.shard.adapters.manager import CheckedFiles
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.loading import AdapterContent, HostLayout, Opened
 from lorikeet.shard.model.lora.memory import Arena

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lorikeet.shard.adapters.ranks import AdapterPart, BroadcastingSlots, CollectiveReader
+from lorikeet.shard.adapters.manager import AdapterPart, BroadcastingSlots, CollectiveReader
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.adapters.loading import AdapterContent, AdapterFiles, HostLayout, Opened
 from lorikeet.shard.model.lora.memory import Arena

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from lorikeet.shard.adapters.reader import AdapterReader
-from lorikeet.shard.grpc.inbox import AdapterRead, Inbox
+from lorikeet.shard.adapters.manager import AdapterReader
+from lorikeet.shard.grpc.streams import AdapterRead, Inbox
 from lorikeet.shard.scheduler.adapter_slots import NOT_HERE, Content
 
 

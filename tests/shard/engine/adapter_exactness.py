@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM
 from lorikeet.adapters.loader.config import LoaderConfig
 from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox, Output
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, Output, StreamOpened
 from lorikeet.shard.model import load_model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine

@@ -12,8 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, Refusal, StreamOpened
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine

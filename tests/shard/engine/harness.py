@@ -7,8 +7,7 @@ from functools import partial
 
 from lorikeet.proto.params import NO_SPECULATION, LogprobParams, SamplingParams, Speculation
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
-from lorikeet.shard.grpc.outbox import NO_SECONDS, Outbox, Output
+from lorikeet.shard.grpc.streams import NO_SECONDS, Commands, Inbox, Outbox, Output, Refusal, StreamOpened
 from lorikeet.shard.model import Model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.speculation.length import DraftLengthController

@@ -12,7 +12,7 @@ import torch
 
 from lorikeet.shard.engine.engine import Engine
 from lorikeet.shard.engine.step import HostResults, Step
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.streams import Output
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.sampling.drafting import DraftDraws
 from lorikeet.shard.scheduler.scheduler import StepPlan

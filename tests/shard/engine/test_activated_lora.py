@@ -18,8 +18,7 @@ from lorikeet.proto.params import NO_SPECULATION, Method, Speculation
 from lorikeet.router.requests.request import last_occurrence
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox, Output
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, Output, StreamOpened
 from lorikeet.shard.model import load_model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine

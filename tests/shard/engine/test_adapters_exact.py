@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
 from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import DAMAGED, NOT_HERE

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.grpc.inbox import AdapterRead
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.streams import AdapterRead, Output
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from tests.shard.engine.simulated_clock import HOST, Clock, run_staggered

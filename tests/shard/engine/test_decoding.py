@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
-from lorikeet.shard.grpc.outbox import Output, TokenColumns
+from lorikeet.shard.grpc.streams import Output, TokenColumns
 from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest
 from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.drafter import DraftSettings
@@ -168,7 +168,7 @@ def test_requests_whose_drafts_the_device_makes_are_arrays(
     with monkeypatch.context() as patch:
         patch.setattr("lorikeet.shard.scheduler.scheduler.ScheduledRequest", None)
         patch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
-        patch.setattr("lorikeet.shard.grpc.outbox.Output", None)
+        patch.setattr("lorikeet.shard.grpc.streams.Output", None)
         rig.engine.step()
         update = rig.outbox.take(1)
     [columns] = update.outputs
@@ -210,7 +210,7 @@ def test_a_step_of_the_same_requests_makes_no_object_for_each(monkeypatch: pytes
     rig.step(3)
     monkeypatch.setattr("lorikeet.shard.scheduler.scheduler.ScheduledRequest", None)
     monkeypatch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
-    monkeypatch.setattr("lorikeet.shard.grpc.outbox.Output", None)
+    monkeypatch.setattr("lorikeet.shard.grpc.streams.Output", None)
     rig.engine.step()
     [columns] = rig.outbox.take(1).outputs
     assert columns.ids.tolist() == [0, 1, 2, 3]  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.streams import Output
 from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests
 from tests.shard.engine.test_heads_step import FIVE, PLAIN, TWO, make_rig

@@ -13,8 +13,7 @@ import torch
 from lorikeet.proto.params import Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.engine.engine import Engine, LoopConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.sampling import Sampler
 from lorikeet.shard.scheduler.budget import Limits

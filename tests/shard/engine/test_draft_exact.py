@@ -11,8 +11,7 @@ import torch
 
 from lorikeet.proto.params import Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox, Output
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, Output, StreamOpened
 from lorikeet.shard.model import load_model
 from lorikeet.shard.requests.request import Request, Source
 from lorikeet.shard.startup.build import build_engine

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from lorikeet.shard.engine.step import Step
-from lorikeet.shard.grpc.inbox import StreamEnded
-from lorikeet.shard.grpc.outbox import Details, Output, Status
+from lorikeet.shard.grpc.streams import Details, Output, Status, StreamEnded
 from lorikeet.shard.requests.request import FinishReason, Request
 from lorikeet.shard.scheduler.scheduler import StepPlan
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone, logits_after, states_of

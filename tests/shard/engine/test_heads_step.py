@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.proto.params import Method, Schedule, Speculation
-from lorikeet.shard.grpc.inbox import AdapterRead, Commands
+from lorikeet.shard.grpc.streams import AdapterRead, Commands
 from lorikeet.shard.requests.request import FinishReason, Request, Source
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.speculation.drafter import DraftSettings

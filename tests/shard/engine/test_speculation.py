@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Speculation
-from lorikeet.shard.grpc.outbox import Details, Output
+from lorikeet.shard.grpc.streams import Details, Output
 from lorikeet.shard.requests.request import FinishReason, Request, Source
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, copy_of, make_request

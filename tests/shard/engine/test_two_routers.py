@@ -8,9 +8,8 @@ import pytest
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.engine.intake import COUNTED_STEPS, PAUSE_S, Intake
 from lorikeet.shard.grpc.codec import Bounds, read_submit
-from lorikeet.shard.grpc.inbox import Commands, Inbox, Refusal, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import ShardService
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, Refusal, StreamOpened
 from lorikeet.shard.requests.request import FinishReason, Request
 from tests.shard.grpc.test_server import NEUTRAL
 from tests.shard.rig import EPOCH, Rig, Setup, make_request

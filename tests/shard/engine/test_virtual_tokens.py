@@ -18,7 +18,7 @@ from lorikeet.proto.params import (
     Speculation,
 )
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.streams import Output
 from lorikeet.shard.requests.request import Request
 from tests import tiny
 from tests.adapters import kinds, making

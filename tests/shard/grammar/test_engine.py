@@ -15,7 +15,7 @@ from llguidance import LLParserLimits
 from lorikeet.proto.params import Grammar, Method, SamplingParams, Speculation, Verification
 from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import masks, matcher
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.streams import Output
 from lorikeet.shard.requests.request import FinishReason, Request, Source
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import DraftModel

@@ -13,7 +13,7 @@ from lorikeet.proto.params import Grammar, SamplingParams
 from lorikeet.shard.grammar import compiler as compiler_module
 from lorikeet.shard.grammar import matcher
 from lorikeet.shard.grammar.compiler import GrammarCompiler
-from lorikeet.shard.grpc.inbox import StreamEnded
+from lorikeet.shard.grpc.streams import StreamEnded
 from lorikeet.shard.requests.request import FinishReason, Request
 from tests.shard.grammar import small_tokenizer
 from tests.shard.grammar.small_tokenizer import lark, regex

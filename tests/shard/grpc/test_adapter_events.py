@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.codec import write_update
-from lorikeet.shard.grpc.inbox import AdapterRead, Commands
-from lorikeet.shard.grpc.outbox import StreamUpdate
+from lorikeet.shard.grpc.streams import AdapterRead, Commands, StreamUpdate
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, Content, Residency, SlotLimits
 from tests.shard.rig import EPOCH, Rig

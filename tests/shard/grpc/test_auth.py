@@ -16,9 +16,8 @@ from lorikeet.router.shards.link import ShardAccess
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds
-from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import Outbox
 from lorikeet.shard.grpc.server import Facts, Server
+from lorikeet.shard.grpc.streams import Inbox, Outbox
 
 SECRET = "a secret of some length"
 

@@ -9,7 +9,7 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc.codec import write_update
-from lorikeet.shard.grpc.outbox import AdapterEvents, Details, Output, Status, StreamUpdate, TokenColumns
+from lorikeet.shard.grpc.streams import AdapterEvents, Details, Output, Status, StreamUpdate, TokenColumns
 from lorikeet.shard.requests.request import FinishReason
 from lorikeet.shard.scheduler.adapter_slots import Residency
 

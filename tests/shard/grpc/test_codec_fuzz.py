@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Method, Schedule, Verification
 from lorikeet.shard.grpc.codec import Bounds, read_command
-from lorikeet.shard.grpc.inbox import AdapterRead
+from lorikeet.shard.grpc.streams import AdapterRead
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, SlotLimits
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.fake_model import VOCAB_SIZE, DraftModel

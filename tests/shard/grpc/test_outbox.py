@@ -3,7 +3,7 @@
 import threading
 import time
 
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Outbox
 
 
 def opened(*epochs: int) -> tuple[Outbox, list[int]]:

@@ -11,11 +11,8 @@ from lorikeet.proto.learning import Trained, TrainerSettings, TrainingJob
 from lorikeet.proto.params import Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine
-from lorikeet.shard.grpc.inbox import Commands, Inbox, LearningAsked, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox, Output
-from lorikeet.shard.learning.learning import Learning
-from lorikeet.shard.learning.rings import Rings
-from lorikeet.shard.learning.trainer import Trainer
+from lorikeet.shard.grpc.streams import Commands, Inbox, LearningAsked, Outbox, Output, StreamOpened
+from lorikeet.shard.learning.learning import Learning, Rings, Trainer
 from lorikeet.shard.model import Model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine

@@ -15,7 +15,7 @@ from lorikeet.adapters.medusa.learning import BaseHead
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import Trained, row_indices
 from lorikeet.proto.params import Schedule, Speculation
-from lorikeet.shard.grpc.outbox import Output
+from lorikeet.shard.grpc.streams import Output
 from lorikeet.shard.learning import learning as module
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.requests.request import Source

@@ -11,8 +11,7 @@ import pytest
 
 from lorikeet.proto.learning import RowsLayout
 from lorikeet.shard.learning import learning as module
-from lorikeet.shard.learning.learning import LearnedPair, Learning, Records
-from lorikeet.shard.learning.rings import Rings
+from lorikeet.shard.learning.learning import LearnedPair, Learning, Records, Rings
 from lorikeet.shard.scheduler.adapter_slots import Residency
 
 BASE = ("configuration", "weights", "float32")

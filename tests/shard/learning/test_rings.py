@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from lorikeet.adapters.medusa.learning import CANDIDATE_SHARE, JobRows
 from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import BLOCK_ROWS, MIN_BLOCKS, Pair, RowsLayout, TrainingJob, row_indices
-from lorikeet.shard.learning.rings import Rings
+from lorikeet.shard.learning.learning import Rings
 from tests.shard.learning.learners import check_blocks
 
 SIZE = 4

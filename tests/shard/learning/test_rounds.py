@@ -24,7 +24,7 @@ from lorikeet.adapters.medusa.learning import (
 )
 from lorikeet.adapters.medusa.texts import NOTHING
 from lorikeet.proto.learning import RowsLayout, TrainerSettings, TrainingJob
-from lorikeet.shard.learning.rings import Rings
+from lorikeet.shard.learning.learning import Rings
 from tests import tiny
 
 NUM_HEADS = 3

@@ -14,8 +14,7 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.learning import RowsLayout, Trained, TrainerSettings, TrainingJob
-from lorikeet.shard.learning.rings import Rings
-from lorikeet.shard.learning.trainer import ENDED, Trainer
+from lorikeet.shard.learning.learning import ENDED, Rings, Trainer
 from tests import tiny
 from tests.e2e.launched import alive
 

@@ -15,7 +15,7 @@ from lorikeet.shard.model import Model
 from lorikeet.shard.model.adapters.tables import targets_of
 from lorikeet.shard.model.graphs import CudaRecorder, Launch
 from lorikeet.shard.model.lora.targets import LoraTarget, SlotWeights
-from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
+from lorikeet.shard.model.medusa.heads import HeadsContent, HeadsShape
 from lorikeet.shard.sampling.device import Tile
 from lorikeet.shard.speculation.drafter import DraftSettings
 from tests.shard.model.lora.triton_cases import DEVICE, LARGEST, MIXES, NONE_OF_IT, NUM_SLOTS, Bench

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Inbox
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Inbox, Outbox
 from lorikeet.shard.model import load_model
 from lorikeet.shard.startup.build import FIRST_CAP, build_engine
 from tests import tiny

@@ -11,7 +11,7 @@ from triton.backends.nvidia.compiler import get_ptxas
 from lorikeet.shard.batch.row_groups import TASK_ROWS
 from lorikeet.shard.model.kernels.tuning import BUILT_IN
 from lorikeet.shard.model.medusa import triton as kernels
-from lorikeet.shard.model.medusa.loading import MOST_HEADS
+from lorikeet.shard.model.medusa.heads import MOST_HEADS
 from tests.shard.model.lora.compile_triton import instructions
 
 TYPES = {"x": "*bf16", "logits": "*bf16", "tasks": "*i32", "sources": "*i32", "places": "*i32", "table": "*i64"}

@@ -22,7 +22,7 @@ from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.served_file import FORMAT, ServedFile, map_file
-from lorikeet.shard.model.medusa.loading import read_heads
+from lorikeet.shard.model.medusa.heads import read_heads
 from tests import tiny
 from tests.adapters import making
 from tests.adapters.medusa import small

@@ -19,8 +19,7 @@ from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.kernels.tuning import Tuned
 from lorikeet.shard.model.lora.targets import LoraTarget, Product, SlotWeights, adapt
 from lorikeet.shard.model.medusa.cuda import DeviceHeads
-from lorikeet.shard.model.medusa.heads import HeadsPool, SlotHeads
-from lorikeet.shard.model.medusa.loading import HeadsContent, HeadsShape
+from lorikeet.shard.model.medusa.heads import HeadsContent, HeadsPool, HeadsShape, SlotHeads
 from tests import tiny
 from tests.adapters.medusa import small
 from tests.shard.model.medusa import test_heads

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
 from lorikeet.shard.model import Model, load_model
 from lorikeet.shard.requests.request import FinishReason, Request, Rows
 from lorikeet.shard.startup.build import build_engine, pooling_of

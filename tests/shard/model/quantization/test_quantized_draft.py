@@ -7,8 +7,7 @@ import pytest
 
 from lorikeet.proto.params import Method, Speculation
 from lorikeet.shard.config import ShardConfig
-from lorikeet.shard.grpc.inbox import Commands, Inbox, StreamOpened
-from lorikeet.shard.grpc.outbox import Outbox
+from lorikeet.shard.grpc.streams import Commands, Inbox, Outbox, StreamOpened
 from lorikeet.shard.model import load_model
 from lorikeet.shard.requests.request import Request
 from lorikeet.shard.startup.build import build_engine

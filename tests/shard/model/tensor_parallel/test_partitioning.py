@@ -11,15 +11,14 @@ import torch
 from torch import nn
 
 from lorikeet.shard import attention
-from lorikeet.shard.adapters.manager import prepare
-from lorikeet.shard.adapters.ranks import CollectiveReader
+from lorikeet.shard.adapters.manager import CollectiveReader, prepare
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.build import assemble
 from lorikeet.shard.model.loader import load_network, read_config, reject_unservable
 from lorikeet.shard.model.lora.memory import Arena
-from lorikeet.shard.model.medusa.loading import read_heads
+from lorikeet.shard.model.medusa.heads import read_heads
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import plan_of
