@@ -36,6 +36,14 @@ _SMALL_USE_S = 1.0
 _MAX_OWNERS = 4096
 
 
+SLOW_S = 0.5
+"""A conversion that takes longer steps back behind all others and leaves its slot."""
+
+
+MAX_SLOW = 4
+"""Conversions that have stepped back, at most."""
+
+
 @dataclass(eq=False)
 class Ticket:
     """One request for a slot."""
@@ -47,6 +55,8 @@ class Ticket:
     is_inside: bool = False
     is_fast: bool = False
     """It has one of the extra slots for urgent tickets."""
+    is_slow: bool = False
+    """It stepped back and holds no slot, though it goes on."""
     since: float = 0.0
     """When it got a slot."""
     _opened: asyncio.Event = field(default_factory=asyncio.Event)
@@ -113,9 +123,18 @@ class Gate:
         if ticket.is_inside:
             for owner in ticket.owners:
                 self._uses.add(owner, self._uses.clock() - ticket.since)
-        ticket.is_inside = ticket.is_fast = False
+        ticket.is_inside = ticket.is_fast = ticket.is_slow = False
         ticket._opened.clear()
         self._admit()
+
+    def step_back(self, ticket: Ticket) -> bool:
+        """Release the slot of a ticket that goes on. False where it has none or an extra one, or too many did so."""
+        num_slow = sum(other.is_slow for other in self._tickets)
+        if not ticket.is_inside or ticket.is_fast or ticket.is_slow or num_slow >= MAX_SLOW:
+            return False
+        ticket.is_slow = True
+        self._admit()
+        return True
 
     def prioritize(self, ticket: Ticket) -> None:
         """Move a ticket ahead of those that are not urgent, even before it calls `enter`."""
@@ -144,13 +163,13 @@ class Gate:
                     return
                 if ticket.is_inside or may_enter(ticket):
                     num_free -= 1
-                    ticket.is_fast = is_fast
+                    ticket.is_fast, ticket.is_slow = is_fast, False
                     held.update(() if ticket.is_inside else ticket.owners)
                     self._open(ticket)
 
         num_fast = sum(ticket.is_fast for ticket in self._urgent)
         give(self._num_fast - num_fast, [ticket for ticket in self._urgent if not ticket.is_fast], is_fast=True)
-        num_free = self._num_slots - sum(not ticket.is_fast for ticket in self._inside())
+        num_free = self._num_slots - sum(not (ticket.is_fast or ticket.is_slow) for ticket in self._inside())
         waiting = [*self._urgent, *(ticket for ticket in self._tickets if not ticket.is_urgent)]
         give(num_free, [ticket for ticket in waiting if not ticket.is_inside], is_fast=False)
 
@@ -503,6 +522,7 @@ class Jobs:
         """Call a worker, and another one if the first was killed to raise the priority or ended while it was idle."""
         await gate.enter(ticket)
         began = time.monotonic()
+        watching = asyncio.create_task(self._step_back(job, ticket)) if gate is self._converting else None
         try:
             while True:
                 job.restarts = False
@@ -521,8 +541,18 @@ class Jobs:
                 finally:
                     await self._give_back(job)
         finally:
+            if watching is not None:
+                watching.cancel()
             gate.leave(ticket)
             self._seconds["convert" if call["do"] == "merge" else call["do"]] += time.monotonic() - began
+
+    async def _step_back(self, job: LoaderJob, ticket: Ticket) -> None:
+        """Let a conversion that takes long step back, so that others do not wait for it."""
+        await asyncio.sleep(SLOW_S)
+        while not self._converting.step_back(ticket):  # noqa: ASYNC110 - others leave at any time
+            await asyncio.sleep(SLOW_S)
+        if job.worker is not None:
+            job.worker.step_back()
 
     async def _take(self, is_fast: bool) -> Worker:
         for worker in self._idle:
@@ -537,7 +567,7 @@ class Jobs:
             return
         task = asyncio.current_task()
         is_mid_job = task is not None and task.cancelling() > 0
-        if is_mid_job or len(self._idle) >= _MAX_IDLE:
+        if is_mid_job or worker.is_slow or len(self._idle) >= _MAX_IDLE:
             await worker.end()
         else:
             worker.lower_priority()

@@ -23,8 +23,10 @@ from lorikeet.proto.children import Forked, ForkServer, ProcessEnded, answer, se
 from lorikeet.proto.process import end_with_parent, lower_priority
 
 MAX_LINE_BYTES = 4 << 20
-NICENESS = 9
-"""Added to one's own. A process that did not step back leaves 12 % of its core: hardly felt, but not nothing."""
+NICENESS, SLOW_NICENESS = 9, 19
+"""Added to one's own, and for jobs that take long. A process that did not step back leaves 12 % of its core: hardly
+felt, but not nothing.
+"""
 _STARTING_S = 300.0
 
 
@@ -61,6 +63,8 @@ class Worker(Forked):
         super().__init__(fork_server, pid, connection, MAX_LINE_BYTES)
         self._steps_back = steps_back
         """Whether it runs at low priority now."""
+        self.is_slow = False
+        """Whether its job took so long that it runs behind other jobs. It gets no further job."""
         self.is_ended = False
 
     async def call(self, job: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +88,12 @@ class Worker(Forked):
         if self._steps_back and process.raise_priority(self._pid):
             self._steps_back = False
         return not self._steps_back
+
+    def step_back(self) -> None:
+        """Run behind all other jobs."""
+        self.is_slow = self._steps_back = True
+        with contextlib.suppress(OSError):
+            process.lower_priority(SLOW_NICENESS, self._pid)
 
     def lower_priority(self) -> None:
         """Below that of all other processes, after a job."""

@@ -73,10 +73,11 @@ class Attacker:
         return await self.send(post(path, json.dumps(body).encode()), **options)
 
 
-def post(path: str, body: bytes, num_declared: int | None = None) -> bytes:
-    """A request; `num_declared` is its length where not all of the body is sent."""
+def post(path: str, body: bytes, num_declared: int | None = None, field: str = "") -> bytes:
+    """A request; `num_declared` is its length where not all of the body is sent, `field` one more line of its head."""
     size = len(body) if num_declared is None else num_declared
-    head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
+    head += f"{field}\r\n\r\n" if field else "\r\n"
     return head.encode() + body
 
 
@@ -151,6 +152,13 @@ async def unread_alternatives(client: Attacker) -> None:
     """A stream with many details that nobody reads."""
     fields = {"max_new_tokens": 1500, "ignore_eos_token": True, "return_k_alternatives": 200, "details": True}
     await client.post("/generate_stream", {"inputs": "Hi", "parameters": fields}, waits=False, holds=True)
+
+
+async def resumable(client: Attacker) -> None:
+    """A stream that goes on for a minute without its client."""
+    fields = {"max_new_tokens": 1500, "ignore_eos_token": True, "return_k_alternatives": 20, "details": True}
+    body = json.dumps({"inputs": "Hi", "parameters": fields}).encode()
+    await client.send(post("/generate_stream", body, field="x-lorikeet-resumable: 60"), waits=False)
 
 
 async def many_choices(client: Attacker) -> None:
@@ -291,6 +299,7 @@ ATTACKS = {
     "many-sequences": Attack(many_sequences, 1.0, "users"),
     "unfinished": Attack(unfinished, 0.25),
     "unread-alternatives": Attack(unread_alternatives, 1.0, "users"),
+    "resumable": Attack(resumable, 1.0, "users"),
     "many-choices": Attack(many_choices, 1.0, "users"),
     "many-connections": Attack(many_connections, 0.25, "users"),
     "echo": Attack(echo, 1.0, "users"),

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.adapters.loader.jobs import HALF_LIFE_S, Gate, Ticket, Uses
+from lorikeet.adapters.loader.jobs import HALF_LIFE_S, MAX_SLOW, Gate, Ticket, Uses
 
 
 def run(test: Callable[[], Awaitable[None]]) -> None:
@@ -95,13 +95,37 @@ def test_an_owner_that_used_slots_for_long_waits_and_holds_few() -> None:
     run(test)
 
 
-EVENTS = st.tuples(st.sampled_from("elhc"), st.integers(0, 7))
-"""Enter, leave, prioritize, cancel; of the ticket of that number."""
+def test_a_slow_ticket_leaves_its_slot_and_may_get_an_extra_one() -> None:
+    async def test() -> None:
+        calls: list[str] = []
+        gate, tickets = Gate(1, 1), [Ticket(lambda: calls.append("fast")) for _ in range(3 + MAX_SLOW)]
+        tasks = [asyncio.create_task(gate.enter(ticket)) for ticket in tickets]
+        for number in range(MAX_SLOW):
+            await run_pending()
+            assert gate.step_back(tickets[number]) and not gate.step_back(tickets[number])
+            assert gate.num_inside == number + 2, "the next one has its slot"
+        await run_pending()
+        assert not gate.step_back(tickets[MAX_SLOW]), "no more at once"
+        assert not gate.step_back(tickets[-1]), "it waits"
+        gate.prioritize(tickets[0])
+        assert tickets[0].is_fast and not tickets[0].is_slow and calls == ["fast"]
+        assert not gate.step_back(tickets[0]) and gate.step_back(tickets[MAX_SLOW])
+        for ticket in tickets:
+            gate.leave(ticket)
+        assert not any(ticket.is_slow for ticket in tickets)
+        for task in tasks:
+            task.cancel()
+
+    run(test)
+
+
+EVENTS = st.tuples(st.sampled_from("elhcs"), st.integers(0, 7))
+"""Enter, leave, prioritize, cancel, step back; of the ticket of that number."""
 
 
 @settings(max_examples=200, deadline=None)
 @given(
-    st.integers(1, 3), st.integers(0, 2), st.lists(st.tuples(st.sampled_from("elhc"), st.integers(0, 7)), max_size=60)
+    st.integers(1, 3), st.integers(0, 2), st.lists(st.tuples(st.sampled_from("elhcs"), st.integers(0, 7)), max_size=60)
 )
 def test_slots_and_order_hold_for_any_events(num_slots: int, num_fast: int, events: list[tuple[str, int]]) -> None:
     async def test() -> None:
@@ -117,17 +141,20 @@ def test_slots_and_order_hold_for_any_events(num_slots: int, num_fast: int, even
                 gate.leave(ticket)
             elif event == "h":
                 gate.prioritize(ticket)
+            elif event == "s":
+                gate.step_back(ticket)
             elif event == "c" and number in tasks and not ticket.is_inside:
                 tasks.pop(number).cancel()
             await run_pending()
             come = [tickets[task] for task in tasks]
-            slow = [ticket for ticket in come if ticket.is_inside and not ticket.is_fast]
+            slow = [ticket for ticket in come if ticket.is_inside and not (ticket.is_fast or ticket.is_slow)]
+            behind = [ticket for ticket in come if ticket.is_slow]
             fast = [ticket for ticket in come if ticket.is_fast]
             waiting = [ticket for ticket in come if not ticket.is_inside]
-            assert len(slow) <= num_slots and len(fast) <= num_fast
+            assert len(behind) <= MAX_SLOW and len(slow) <= num_slots and len(fast) <= num_fast
             assert not waiting or len(slow) == num_slots
             assert len(fast) == min(num_fast, sum(ticket.is_urgent for ticket in come))
-            assert (gate.num_inside, gate.num_waiting) == (len(slow) + len(fast), len(waiting))
+            assert (gate.num_inside, gate.num_waiting) == (len(slow) + len(behind) + len(fast), len(waiting))
             assert not any(ticket.is_inside for ticket in tickets if ticket not in come)
         for task in tasks.values():
             task.cancel()

@@ -24,7 +24,7 @@ from safetensors import safe_open
 
 from lorikeet.adapters.formats import heads as files
 from lorikeet.adapters.formats.heads import MedusaShape
-from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, NICENESS
+from lorikeet.adapters.loader.workers import MAX_LINE_BYTES, NICENESS, SLOW_NICENESS
 from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
 from tests import tiny
@@ -506,6 +506,19 @@ def test_a_running_job_is_prioritized(world: World, caller: Caller) -> None:
     assert "digest" in caller.answer(call)
     caller.until(lambda stats: stats["jobs"] == 0)
     assert all(niceness(pid) == niceness() + NICENESS for pid in world.running.workers())
+
+
+def test_a_job_that_takes_long_steps_back_and_its_worker_does_no_other(world: World, caller: Caller) -> None:
+    files = content(world.roots / "a0")
+    call = caller.ask(fetch=local_copy(world, "slow-to-read", changed(files, target_modules=ENDLESS, r=3)))
+    lowest = min(19, niceness() + SLOW_NICENESS)
+    deadline = time.monotonic() + 30
+    while not (slow := [pid for pid in world.running.workers() if niceness(pid) == lowest]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert "digest" in caller.call(fetch=local_copy(world, "next-to-slow", changed(files, lora_alpha=62)))
+    assert caller.answer(call)["error"]["status"] == 422
+    assert not set(slow) & set(world.running.workers())
 
 
 def test_a_killed_worker_fails_one_call(world: World, caller: Caller) -> None:

@@ -31,7 +31,7 @@ async def test_a_caller_alone_gets_everything(tmp_path: Path) -> None:
         flood = [here.dispatcher.submit(request(1000, caller="flood")) for _ in range(100)]
         await here.until(lambda: all(generation.num_generated for generation in flood))
         assert here.shard.num_running == 100
-        assert here.shard.nums_held == [*range(99, -1, -1)], "a shard is told how many wait in the router"
+        assert here.shard.nums_held == [*range(99, -1, -1)], "a shard knows how many wait in the router"
         for generation in flood:
             generation.cancel()
 
