@@ -19,8 +19,8 @@ from tests.shard.engine.exactness import NEW_TOKENS, prompts_of
 
 LOOKUP, HEADS = Speculation(Method.LOOKUP, 4), Speculation(Method.MEDUSA, 0, 3)
 SIXTEEN = (
-    "DoRA", "ADALORA", "MISS", "VERA", "VBLORA", "RANDLORA", "TINYLORA", "IA3", "OFT", "LOHA", "BEFT", "trained tokens",
-    "whole ends", "BD-LoRA", "QALoRA", "KaSA",
+    "DoRA", "ADALORA", "MISS", "VERA", "LN_TUNING", "RANDLORA", "TINYLORA", "IA3", "OFT", "LOHA", "BEFT",
+    "trained tokens", "whole ends", "BD-LoRA", "QALoRA", "KaSA",
 )  # fmt: skip
 
 
