@@ -87,7 +87,7 @@ def take(browser: Any, url: str) -> None:
 
 def main() -> None:
     with Launched(*SERVER) as launched, sync_playwright() as driver:
-        launched.wait_until_ready()
+        launched.wait_for("is ready at", 600.0)
         browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         take(browser, launched.url)
         browser.close()
