@@ -7,6 +7,7 @@ prompts exceed them.
 """
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model.attention_binding import NAME
 from lorikeet.shard.model.build import assemble
+from lorikeet.shard.model.kernels.integer import single_threaded
 from lorikeet.shard.model.model import Model
 from lorikeet.shard.model.moe.experts import NAME as EXPERTS
+from lorikeet.shard.model.quantization.layers import num_parameters
 from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.model.tensor_parallel.partitioning import TensorParallelUnsupported
 from lorikeet.shard.system import comparison
@@ -32,6 +35,8 @@ WINDOW = 7
 VOCAB = 64
 TOLERANCE = 1e-3
 """Tolerance as a share of each logit and of its column's root mean square; both sides compute in float32."""
+FEW_PARAMETERS = 1 << 24
+"""A copy below this size runs in one thread: several would mostly wait for each other while other processes start."""
 
 FLOAT16_MAX = torch.finfo(torch.float16).max
 OVERFLOW_TOKENS = 64
@@ -127,20 +132,21 @@ def _both_ways(
         )  # fmt: skip
     network = network.eval().to(device)
     vary(network)
-    expected = [network(row[None], use_cache=False).logits[0].float() for row in rows]
-    with device, no_init_weights():
-        ours = AutoModelForCausalLM.from_config(
-            copy.deepcopy(small), dtype=torch.float32, attn_implementation=NAME, experts_implementation=EXPERTS,
-            trust_remote_code=config.trust_remote_code,
-        )  # fmt: skip
-    ours.load_state_dict(network.state_dict(), assign=True)  # two layers of a large model are gigabytes
-    ours.tie_weights()
-    del network
-    backend = attention.create(config.attention, device, torch.float32, config.page_size)
-    inputs = StepInputs(backend.page_size, device)
-    ours = ours.eval().to(device)
-    model = assemble(ours, small, backend, torch.float32, inputs, max(LENGTHS), group, fusions=config.fusions)
-    return expected, _in_chunks(model, rows)
+    with single_threaded() if num_parameters(network) < FEW_PARAMETERS else nullcontext():
+        expected = [network(row[None], use_cache=False).logits[0].float() for row in rows]
+        with device, no_init_weights():
+            ours = AutoModelForCausalLM.from_config(
+                copy.deepcopy(small), dtype=torch.float32, attn_implementation=NAME, experts_implementation=EXPERTS,
+                trust_remote_code=config.trust_remote_code,
+            )  # fmt: skip
+        ours.load_state_dict(network.state_dict(), assign=True)  # two layers of a large model are gigabytes
+        ours.tie_weights()
+        del network
+        backend = attention.create(config.attention, device, torch.float32, config.page_size)
+        inputs = StepInputs(backend.page_size, device)
+        ours = ours.eval().to(device)
+        model = assemble(ours, small, backend, torch.float32, inputs, max(LENGTHS), group, fusions=config.fusions)
+        return expected, _in_chunks(model, rows)
 
 
 def _in_chunks(model: Model, rows: list[torch.Tensor]) -> list[torch.Tensor]:
