@@ -11,9 +11,8 @@ import torch
 from llguidance import LLExecutor, LLMatcher
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 
-from lorikeet.proto.grammars import FREE_S
 from lorikeet.shard.batch.transfer import to_device
-from lorikeet.shard.grammar.matcher import Bitmask, GrammarMatcher, raise_unless_library, reason
+from lorikeet.shard.grammar.matcher import APART_S, Bitmask, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.requests.request import ScheduledRequest
 
 log = structlog.get_logger()
@@ -105,7 +104,7 @@ class GrammarMasks:
             raise_unless_library(failure)
             for constraint, rows in together:
                 constraint.checked(partial(self._fill_rows, [rows], bitmask), None)
-        if time.monotonic() - began > FREE_S:
+        if time.monotonic() - began > APART_S:
             self._num_measured = MEASURED_STEPS
         first = 0
         for constraint, draft_ids, stop_ids in jobs:

@@ -29,6 +29,8 @@ MAX_FORCED = 32
 """Most forced tokens that one step verifies."""
 MAX_MISSED = 3
 """Proposed tokens that an output may differ from before the stricter grammar proposes no more for it."""
+APART_S = 0.002
+"""Processor time of a token above which a thread takes in those that follow: several requests share a step."""
 MAX_FORCED_S = 0.01
 """Processor time to compute forced tokens, above which a grammar proposes none: it would delay every request."""
 
@@ -167,8 +169,9 @@ class GrammarMatcher(Unconstrained):
         began = self._clock()
         result = work()
         seconds = self._clock() - began
-        if seconds > FREE_S:
+        if seconds > APART_S:
             self.is_slow = self._submit is not None
+        if seconds > FREE_S:
             self._slow_s += seconds - FREE_S
             if self._slow_s > MAX_MATCHING_S:
                 self.error = TOO_SLOW

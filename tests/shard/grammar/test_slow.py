@@ -1,6 +1,6 @@
 """Grammars that take long to match: no step waits for one, its output is the same, and one that takes too long ends."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
@@ -43,6 +43,7 @@ class Held(small_tokenizer.Immediate):
 @pytest.fixture
 def every_token_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matcher, "FREE_S", -1.0)
+    monkeypatch.setattr(matcher, "APART_S", -1.0)
     monkeypatch.setattr(matcher, "MAX_MATCHING_S", 1e9)
 
 
@@ -57,10 +58,28 @@ def test_a_slow_grammar_gives_the_same_output(
     found = rig(Setup(drafts=DRAFTING, commit_lag=lag)).run(*requests)
     assert not any(output.num_drafted for output in found.values())
     monkeypatch.setattr(matcher, "FREE_S", 1e9)
+    monkeypatch.setattr(matcher, "APART_S", 1e9)
     for request in requests:
         expected = alone(request)
         assert found[request.key[1]].token_ids == expected.token_ids
         assert found[request.key[1]].finish_reason is expected.finish_reason is FinishReason.EOS
+
+
+def test_a_thread_takes_in_tokens_that_delay_a_step_though_they_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Several requests share a step, so that it waits for all of their tokens."""
+    monkeypatch.setattr(matcher, "FREE_S", 1e9)
+    monkeypatch.setattr(matcher, "APART_S", -1.0)
+    monkeypatch.setattr(matcher, "MAX_MATCHING_S", 0.0)
+    take, taken = matcher.GrammarMatcher._take, list[int]()
+
+    def take_apart(self: matcher.GrammarMatcher, token_ids: Sequence[int]) -> bool:
+        taken.extend(token_ids)
+        return take(self, token_ids)
+
+    monkeypatch.setattr(matcher.GrammarMatcher, "_take", take_apart)
+    output = rig(Setup()).run(make(1, next(iter(GRAMMARS)), SAMPLING[1]))[1]
+    assert output.finish_reason is FinishReason.EOS
+    assert taken == output.token_ids[1:-1], "but for the first, whose time it measures, and the stop token"
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
@@ -69,6 +88,7 @@ def test_a_grammar_that_turns_slow_between_drafts_gives_the_same_output(
 ) -> None:
     """One token of a step takes long, so that a thread takes in those after it: perhaps the last one of the grammar."""
     monkeypatch.setattr(matcher, "FREE_S", 1e6)
+    monkeypatch.setattr(matcher, "APART_S", 1e6)
     monkeypatch.setattr(matcher, "MAX_MATCHING_S", 1e9)
     consume = matcher.GrammarMatcher._consume
     for number, num_fast in product(range(1, 3), range(12)):
@@ -90,6 +110,7 @@ def test_a_grammar_that_turns_slow_between_drafts_gives_the_same_output(
 def test_an_output_of_as_many_tokens_as_it_may_have_ends_with_its_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(matcher, "FREE_S", 1e9)
+        patch.setattr(matcher, "APART_S", 1e9)
         whole = alone(make(1, "regex", SAMPLING[1]))
     for num_tokens in (len(whole.token_ids), len(whole.token_ids) - 1):
         request = make(1, "regex", SAMPLING[1])
@@ -198,6 +219,7 @@ def test_a_request_ends_once_its_grammar_took_too_long() -> None:
 def test_an_ambiguous_grammar_is_found_to_be_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the processor's time: sooner or later every token takes longer than any limit."""
     monkeypatch.setattr(matcher, "FREE_S", 0.0005)
+    monkeypatch.setattr(matcher, "APART_S", 0.0005)
     monkeypatch.setattr(matcher, "MAX_MATCHING_S", 0.02)
     here = rig()
     request = make(1, "object", SamplingParams(do_sample=True, temperature=2.0, seed=3, allowed_ids=(1, 2)))
