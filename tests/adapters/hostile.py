@@ -228,9 +228,14 @@ CASES: dict[str, tuple[Change, type[AdapterError], str]] = {
         AdapterInvalid,
         "zz",
     ),
-    "a tensor of the base's": (
-        put("base_model.model.model.norm.weight", torch.full((64,), 2.0)),
-        NotServed,
+    "a norm that is not finite": (
+        put("base_model.model.model.norm.weight", torch.full((64,), torch.nan)),
+        AdapterInvalid,
+        "not finite.*model.norm",
+    ),
+    "a norm of another base": (
+        put("base_model.model.model.norm.weight", torch.full((32,), 2.0)),
+        AdapterInvalid,
         "model.norm",
     ),
     "a tensor too few": (tensors(lambda values: values.pop(f"{Q0}.lora_B.weight")), AdapterInvalid, "lacks.*q_proj"),
