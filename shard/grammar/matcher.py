@@ -162,7 +162,9 @@ class GrammarMatcher(Unconstrained):
         if self._mask is None:
             self._timed(lambda: fill_next_token_bitmask(self.matcher, bitmask, row))
         else:
-            bitmask[row, : len(self._mask)], self._mask = self._mask, None
+            # the tokenizer may have more tokens than the model, or fewer
+            mask, self._mask = self._mask[: bitmask.shape[1]], None
+            bitmask[row, : len(mask)] = mask
 
     def _timed(self, work: Callable[[], T]) -> T:
         """The result of work for one token. Sets `error` once too much was done."""

@@ -19,6 +19,8 @@ from tests.real import models
 TEXT = Path(__file__).with_name("prose.txt")
 NUM_TOKENS = 1024
 """Tokens of the text that are computed: two windows of Gemma's."""
+WHOLE = 1 << 20
+"""In place of NUM_TOKENS: all of the text, where the mean of fewer tokens is too uncertain for what is compared."""
 STEP = 512
 """Tokens that are computed together."""
 
@@ -36,16 +38,16 @@ class Served(NamedTuple):
         return float(self.tokens.mean())
 
 
-def token_ids(folder: Path) -> torch.Tensor:
-    """[NUM_TOKENS] of the text, with what the tokenizer puts before it."""
+def token_ids(folder: Path, most: int = NUM_TOKENS) -> torch.Tensor:
+    """[most] of the text, with what the tokenizer puts before it."""
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    return torch.tensor(tokenizer(TEXT.read_text()).input_ids[:NUM_TOKENS])
+    return torch.tensor(tokenizer(TEXT.read_text()).input_ids[:most])
 
 
 @cache
-def ids_of(name: str) -> torch.Tensor:
-    """[NUM_TOKENS] under the tokenizer of a real model."""
-    return token_ids(models.folder(name, "float32"))
+def ids_of(name: str, most: int = NUM_TOKENS) -> torch.Tensor:
+    """[most] under the tokenizer of a real model."""
+    return token_ids(models.folder(name, "float32"), most)
 
 
 @cache
@@ -67,11 +69,13 @@ def of_network(network: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 @cache
-def of_served(name: str, folder: Path, dtype: str, **settings: Any) -> Served:
-    """By a model of ours; `name`: of the real model whose tokenizer it has; `settings`: of its ShardConfig."""
+def of_served(name: str, folder: Path, dtype: str, most: int = NUM_TOKENS, **settings: Any) -> Served:
+    """By a model of ours; `name`: of the real model whose tokenizer it has; `most`: tokens; `settings`: of its
+    ShardConfig.
+    """
     model = load_model(ShardConfig("m", str(folder), "unix:/dev/null", dtype=dtype, **settings))
     num_bytes = bytes_of(model)
-    (tokens,) = of_model(model, [ids_of(name)])
+    (tokens,) = of_model(model, [ids_of(name, most)])
     return Served(tokens, num_bytes)
 
 

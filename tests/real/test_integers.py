@@ -31,10 +31,12 @@ def mean_of_blocks(name: str, kind: str) -> float:
 @BY_NAME
 @pytest.mark.parametrize("made", [models.on_grid, models.off_grid], ids=["on the grid", "off the grid"])
 def test_int8_is_as_good_as_bfloat16(name: str, made: models.MakesFolder) -> None:
-    plain = likelihood.of_served(name, made(name), "bfloat16")
-    rounded = likelihood.of_served(name, made(name), "bfloat16", quantize="int8")
+    """The standard error of the difference is 0.0034 over NUM_TOKENS, and 0.002 over all of the text."""
+    plain = likelihood.of_served(name, made(name), "bfloat16", likelihood.WHOLE)
+    rounded = likelihood.of_served(name, made(name), "bfloat16", likelihood.WHOLE, quantize="int8")
     assert rounded.mean <= plain.mean + 0.005, (plain.mean, rounded.mean)
     if name == "smollm2" and made is models.off_grid:
+        rounded = likelihood.Served(rounded.tokens[: likelihood.NUM_TOKENS - 1], rounded.num_bytes)
         record("`int8`", f"8 bits, groups of 32, {ACTIVATIONS}", rounded, float(likelihood.reference(name).mean()))
 
 

@@ -12,6 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS, read_grammar_tokenizer
 from lorikeet.proto.params import Grammar
+from lorikeet.shard.grammar import matcher
 from lorikeet.shard.grammar.masks import GrammarMasks
 from lorikeet.shard.requests.request import ScheduledRequest
 from tests.oracles.random_schemas import CONSTRUCTS, constructs_of, schemas
@@ -118,3 +119,25 @@ def test_random_schemas_show_every_construct_often_enough() -> None:
     for construct in CONSTRUCTS:
         assert sum(construct in each for each in found) >= 50, construct
     assert schemas(5, SEED) == schemas(5, SEED) != schemas(5, SEED + 1)
+
+
+@pytest.mark.parametrize("vocab_size", [32, small_tokenizer.VOCAB_SIZE, small_tokenizer.VOCAB_SIZE + 64])
+def test_the_mask_of_a_slow_grammar_fits_models_of_other_vocabularies(
+    vocab_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer may have more tokens than the model, or fewer."""
+    monkeypatch.setattr(matcher, "APART_S", -1.0)
+    a = small_tokenizer.LETTERS.index("a") + 1
+    request = make_request(1, [1, 2], 9, grammar=Grammar(small_tokenizer.regex("aa+")))
+    constraint = request.constraint = small_tokenizer.compiler().match(request.grammar)
+    assert constraint.start()
+    constraint.commit(a)
+    constraint.commit(a)
+    assert not constraint.is_ready and constraint.start() and isinstance(constraint, matcher.GrammarMatcher)
+    assert constraint.has_mask and not constraint.error
+    masks = GrammarMasks(vocab_size)
+    masks.start([ScheduledRequest(request, 0, 2, True)])
+    logits = torch.zeros(1, vocab_size)
+    masks.apply(logits)
+    assert not constraint.error
+    assert {int(each) for each in (logits[0] == 0).nonzero()[:, 0] if each < small_tokenizer.VOCAB_SIZE} >= {a}
