@@ -48,9 +48,9 @@ def test_the_page_prints_what_it_shows(page: Path, port: int, tmp_path: Path) ->
 
 @pytest.mark.parametrize("task", sorted(scores()))
 def test_an_adapter_of_the_demo_scores_above_the_model_without_it(port: int, task: str) -> None:
-    """On a few of the held-out examples whose scores demo/README.md has."""
+    """On some of the held-out examples whose scores demo/README.md has: eight, or all where one in five is right."""
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client:
-        row = evaluation.scores(client, task, 8, show=0)
+        row = evaluation.scores(client, task, 24 if task == "cite" else 8, show=0)
     assert row["score"] > row["base"]
 
 
