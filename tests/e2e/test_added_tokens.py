@@ -101,13 +101,15 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     make_adapter(base, roots / "plain", peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS), seed=4)
     arguments = ["--model-id", str(base), "--dtype", "float32", "--threads", "1", "--adapter-source", "local"]
     arguments += ["--local-adapter-root", str(roots), "--adapter-store", str(folder / "store")]
+    arguments += ["--draft-model-id", str(base)]  # it has none of the added tokens
     with Launched(*arguments, "--adapter-extra-vocab-size", str(EXTRA)) as launched:
         launched.wait_until_ready()
         yield Scene(launched, base, roots)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_tokens_and_texts_of_a_batch_are_peft_s(scene: Scene) -> None:
+@pytest.mark.parametrize("method", ["lookup", "draft"])
+def test_tokens_and_texts_of_a_batch_are_peft_s(method: str, scene: Scene) -> None:
     wanted = [(name, prompt) for name in ("notes", "others", "plain") for prompt in PROMPTS]
     expected = [scene.expected(name, prompt) for name, prompt in wanted]
     assert any(max(ids) >= SIZE for ids, _ in expected), "texts without added tokens prove little"
@@ -115,7 +117,7 @@ def test_tokens_and_texts_of_a_batch_are_peft_s(scene: Scene) -> None:
     def given(pair: tuple[str, str]) -> tuple[list[int], str]:
         parameters = {
             "max_new_tokens": NUM_TOKENS, "adapter_id": pair[0], "details": True, "ignore_eos_token": True,
-            "return_full_text": False, "speculative_tokens": 4, "speculative_method": "lookup",
+            "return_full_text": False, "speculative_tokens": 4, "speculative_method": method,
         }  # fmt: skip
         status, answer = scene.post("/generate", {"inputs": pair[1], "parameters": parameters})
         assert status == 200, answer

@@ -1,6 +1,8 @@
 """Adapters with more tokens than the base: what their files may hold."""
 
 import json
+import shutil
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +21,8 @@ from lorikeet.adapters.formats.added_tokens import Added, AddedToken
 from lorikeet.adapters.formats.base_model import BaseValues, Skeleton
 from lorikeet.adapters.formats.changes import PlannedReader
 from lorikeet.adapters.formats.configuration import MOST_RANK, Tokenizers
+from lorikeet.adapters.loader.config import LoaderConfig
+from lorikeet.adapters.loader.worker import WorkerContext, WorkerJobs
 from tests import tiny
 from tests.adapters import making
 
@@ -159,3 +163,20 @@ def test_tokens_need_rows(base: Path, tmp_path: Path) -> None:
         tokenizers.check_files(files, SIZE + 1)
     with pytest.raises(AdapterInvalid, match="trained with another tokenizer"):
         tokenizers.check_files(files)
+
+
+def test_weights_that_are_stored_may_come_with_a_tokenizer_that_does_not_fit(base: Path, tmp_path: Path) -> None:
+    sound = adding(base, tmp_path / "sound")
+    other = shutil.copytree(sound, tmp_path / "other")
+    saved(base, sound, "<a>", "<b>")
+    saved(base, other, "<a>", "<b>", "<c>")
+    store = str(tmp_path / "store")
+    config = LoaderConfig("", str(base), adapter_store=store, dtype="float32", adapter_extra_vocab_size=EXTRA)
+    jobs = WorkerJobs(WorkerContext(config))
+    try:
+        jobs.convert({"folder": str(sound)})
+        with pytest.raises(AdapterInvalid, match="its token '<c>' has the id 322, but its last row is 321"):
+            jobs.convert({"folder": str(other)})
+        jobs.convert({"folder": str(sound)})
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
