@@ -48,13 +48,13 @@ $(VENV)/bin/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # pip prints nothing while it writes files, which takes minutes on a busy machine: a line each 30 seconds.
-TELLING = (while sleep 30 > /dev/null 2>&1 && kill -0 $$$$ 2> /dev/null; do echo "still installing"; done) & ticks=$$!; trap 'kill $$ticks' EXIT;
+WITH_PROGRESS = (while sleep 30 > /dev/null 2>&1 && kill -0 $$$$ 2> /dev/null; do echo "still installing"; done) & ticks=$$!; trap 'kill $$ticks' EXIT;
 
 # What serving needs. torch is installed first, because TORCH_INDEX applies to it alone.
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS) | $(VENV)/bin/python
 	@echo "installing what serving needs into $(VENV) (the first time takes a few minutes)"
-	@$(TELLING) $(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --constraint $(CONSTRAINTS) torch
-	@$(TELLING) $(PIP) install --constraint $(CONSTRAINTS) -e .
+	@$(WITH_PROGRESS) $(PIP) install $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) --constraint $(CONSTRAINTS) torch
+	@$(WITH_PROGRESS) $(PIP) install --constraint $(CONSTRAINTS) -e .
 	@touch $@
 
 # What tests and checks need in addition.

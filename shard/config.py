@@ -47,7 +47,7 @@ class ShardConfig(ConfigFile):
     embedding_dim: int | None = None
     """Dimensions of the vectors; None is what its files say."""
     adapter_extra_vocab_size: int = 0
-    """Rows of the embedding and output head behind those of the base, for tokens that adapters add; on CPU only."""
+    """Rows of the embedding and output head after those of the base, for tokens that adapters add; on CPU only."""
     max_total_tokens: int = 4096
     """Prompt and output of one request, in tokens."""
     fits_kv_memory: bool = False

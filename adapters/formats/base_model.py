@@ -51,8 +51,8 @@ class Skeleton:
         dimensions: int | None = None,
         num_extra: int = 0,
     ) -> None:
-        """`pooled_by` and `dimensions`: `--pooling` and `--embedding-dim`. `num_extra`: rows for tokens of adapters
-        behind the base's. Raises ValueError or OSError if there is no model in the folder.
+        """`pooled_by` and `dimensions`: `--pooling` and `--embedding-dim`. `num_extra`: rows after the base's,
+        for tokens that adapters add. Raises ValueError or OSError if there is no model in the folder.
         """
         self.model_path = Path(model_path)
         self.config = AutoConfig.from_pretrained(

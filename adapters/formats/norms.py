@@ -38,5 +38,5 @@ def scale(module: str, weight: torch.Tensor, own: torch.Tensor, offset: float) -
     """[H] float32: what the outputs of a norm are multiplied by to be those with the new weight. Raises NotServed."""
     before = own.double() + offset
     if bool((before == 0).any()):
-        raise NotServed(f"the base's {module} has weights of zero: no factors give the new ones")
+        raise NotServed(f"the base's {module} has weights that are 0, which no factor turns into the new ones")
     return ((weight.double() + offset) / before).float()

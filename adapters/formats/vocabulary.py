@@ -1,4 +1,4 @@
-"""Adapters that add tokens: rows behind those of the base's embedding and output head, which the base has as zeros.
+"""Adapters that add tokens: rows after those of the base's embedding and output head, which are zeros in the base.
 
 PEFT saves both modules with every adapter whose base was resized, next to what it trained of them.
 """

@@ -32,7 +32,7 @@ class LoaderConfig(ConfigFile):
     embedding_dim: int | None = None
     """Size of the shards' vectors (`--embedding-dim`); None without."""
     adapter_extra_vocab_size: int = 0
-    """Rows of the shards' embedding and output head behind the base's, for tokens that adapters add."""
+    """Rows of the shards' embedding and output head after the base's, for tokens that adapters add."""
     kinds: tuple[str, ...] = SERVED_KINDS
     """Kinds of changes that the shards support; adapters with other kinds are rejected."""
     max_fetches: int = 16

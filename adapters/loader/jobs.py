@@ -27,21 +27,13 @@ from lorikeet.adapters.store import Entry, Store
 
 HALF_LIFE_S = 30.0
 """Half-life of an owner's recorded use, in seconds."""
-
-
 _SMALL_USE_S = 1.0
 """An owner with less recorded use is not limited."""
-
-
 _MAX_OWNERS = 4096
-
-
 SLOW_S = 0.5
-"""A conversion that takes longer steps back behind all others and leaves its slot."""
-
-
+"""A conversion that takes longer gives up its slot, and goes on at the lowest priority."""
 MAX_SLOW = 4
-"""Conversions that have stepped back, at most."""
+"""The most conversions that go on without a slot."""
 
 
 @dataclass(eq=False)
@@ -56,7 +48,7 @@ class Ticket:
     is_fast: bool = False
     """It has one of the extra slots for urgent tickets."""
     is_slow: bool = False
-    """It stepped back and holds no slot, though it goes on."""
+    """It gave up its slot and goes on at the lowest priority."""
     since: float = 0.0
     """When it got a slot."""
     _opened: asyncio.Event = field(default_factory=asyncio.Event)

@@ -1,4 +1,4 @@
-"""Tokens that adapters add: rows of the embedding and of the output head behind those of the base.
+"""Tokens that adapters add: rows of the embedding and of the output head after those of the base.
 
 Their weights are zeros, to which an adapter adds its own. Only the rows of an adapter that has such tokens can choose
 them.
