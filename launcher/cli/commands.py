@@ -69,7 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lorikeet {version()}")
         return 0
     if name not in COMMANDS:
-        near = difflib.get_close_matches(name, COMMANDS, 1)
+        near = difflib.get_close_matches(name, [*COMMANDS, "--help", "--version"], 1)
         hint = f": did you mean lorikeet {near[0]}?" if near else " (lorikeet --help lists all)"
         print(f"lorikeet: there is no command {name!r}{hint}", file=sys.stderr)
         return 2

@@ -56,6 +56,8 @@ class Flag:
     choices: tuple[str, ...] = ()
     synonyms: Mapping[str, str] = field(default_factory=dict)
     """Other spellings of choices."""
+    unset: str = ""
+    """A value that is the same as not giving the flag."""
     minimum: float | None = None
     maximum: float | None = None
     repeated: bool = False
@@ -106,9 +108,12 @@ class Flag:
 
     def value(self, text: str) -> Any:
         """The value that `text` stands for. Raises ValueError with the end of a sentence that starts with the flag."""
+        if self.unset and text == self.unset:
+            return self.default
         value = _READERS[self.kind](self.synonyms.get(text, text))
         if self.choices and value not in self.choices:
-            raise ValueError(f"must be one of {', '.join(self.choices)}, not {text!r}")
+            names = ", ".join([*self.choices, *([self.unset] if self.unset else [])])
+            raise ValueError(f"must be one of {names}, not {text!r}")
         if self.minimum is not None and value < self.minimum:
             raise ValueError(f"must be at least {self.minimum:g}, not {text}")
         if self.maximum is not None and value > self.maximum:

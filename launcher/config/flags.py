@@ -20,6 +20,7 @@ from lorikeet.proto.pooling import POOLINGS
 from lorikeet.proto.quantization import METHODS
 
 DTYPES = ("float16", "bfloat16", "float32")
+OTHER_DTYPES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 
 _MODEL: dict[str, tuple[Flag, ...]] = {
     "Model": (
@@ -41,8 +42,9 @@ _MODEL: dict[str, tuple[Flag, ...]] = {
             refused="base models come from the hub or a local folder in this version", harmless=("hub",),
         ),
         Flag(
-            "dtype", "data type of the weights", to=SHARD | LOADER, default_text="the checkpoint's", choices=DTYPES,
-            differs="`float32` exists",
+            "dtype", "data type of the weights; `auto` is the checkpoint's", to=SHARD | LOADER,
+            default_text="the checkpoint's", choices=DTYPES, synonyms=OTHER_DTYPES, unset="auto",
+            differs="`float32` exists; vLLM's `auto`, `half` and `float` are understood",
         ),
         Flag(
             "quantize", "quantization method", to=SHARD, computed=True, default_text="the checkpoint's",
@@ -207,8 +209,8 @@ _SPECULATION: dict[str, tuple[Flag, ...]] = {
             default_text="draft-model-id", new=True,
         ),
         Flag(
-            "draft-dtype", "data type of the draft model's weights", to=SHARD, default_text="the checkpoint's",
-            choices=DTYPES, new=True,
+            "draft-dtype", "data type of the draft model's weights; `auto` is the checkpoint's", to=SHARD,
+            default_text="the checkpoint's", choices=DTYPES, synonyms=OTHER_DTYPES, unset="auto", new=True,
         ),
         Flag(
             "draft-quantize", "quantization method of the draft model", to=SHARD, default_text="the checkpoint's",

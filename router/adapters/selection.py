@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections import ChainMap, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lorikeet.adapters import refs
@@ -489,8 +489,9 @@ class Selection:
         self, name: str, source_name: str | None, caller: Caller, is_model: bool, field: str = "adapter_id"
     ) -> Ref:
         """`source_name`: the request's source, if any. Without one, a folder directly below a local root precedes the
-        hub. Raises AdapterNotFound for a name that can only be an alias.
+        hub. Raises AdapterNotFound for a name that can only be an alias, and for a plain name of no local adapter.
         """
+        assert self.rights is not None
         is_hubs = name.startswith(refs.HUB_PREFIX) and source_name in (None, SourceKind.HUB)
         source = SourceKind.HUB if is_hubs else self.source(source_name)
         if source_name is None and source is SourceKind.HUB and not is_hubs and await self._is_local(name, caller):
@@ -498,15 +499,25 @@ class Selection:
         if source is SourceKind.HUB and not is_hubs and refs.is_plain(name):
             others = [line.alias for line in await self.below_roots(caller)]
             nearest = self.directory.nearest(name, lambda entry: self.access.may_use(entry, caller.key), others)
-            hint = f"; the nearest names are {', '.join(nearest)}" if nearest else ""
-            shown = name[:256]
+            shown, hint = name[:256], _hint(nearest)
             raise AdapterNotFound(f"there is no adapter {shown!r}{hint}. The hub's own is {refs.HUB_PREFIX}{shown}")
         try:
-            return refs.parse(name, source)
+            ref = refs.parse(name, source)
         except ValueError as error:
             if is_model:
                 raise ModelNotFound(name[:256], str(error)) from None
             raise ValidationError(str(error), field) from None
+        if source is SourceKind.LOCAL and refs.is_plain(name) and not await self._is_local(ref.id, caller):
+            nearest = self.directory.nearest(name, lambda entry: False, await self._folders(caller))
+            raise AdapterNotFound(f"{self.rights.sources.local.missing(ref, None)}{_hint(nearest)}")
+        return ref
+
+    async def _folders(self, caller: Caller) -> list[str]:
+        """Names of local adapters that the caller may use, with an alias or without."""
+        entries = (entry for entry in self.directory.entries() if self.access.may_use(entry, caller.key))
+        named = [version.ref for entry in entries for version in entry.versions]
+        unnamed = [line.alias for line in await self.below_roots(caller)]
+        return [*unnamed, *(ref.id for ref in named if ref.source is SourceKind.LOCAL)]
 
     async def _is_local(self, name: str, caller: Caller) -> bool:
         """Whether a folder of that name lies directly below a local root, as far as the caller may know."""
@@ -560,3 +571,8 @@ class Selection:
 def _needed(token: str | None, *parts: Resolved) -> str | None:
     """The token for loading: none for public adapters, whose load others share, so that no token can make it fail."""
     return None if all(part.is_public for part in parts) else token
+
+
+def _hint(nearest: Sequence[str]) -> str:
+    """The end of a sentence about an unknown name."""
+    return f"; the nearest names are {', '.join(nearest)}" if nearest else ""

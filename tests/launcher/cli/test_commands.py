@@ -42,7 +42,12 @@ def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("server", "did you mean lorikeet serve?"), ("xyzzy", "(lorikeet --help lists all)")]
+    ("name", "said"),
+    [
+        ("server", "did you mean lorikeet serve?"),
+        ("--versoin", "did you mean lorikeet --version?"),
+        ("xyzzy", "(lorikeet --help lists all)"),
+    ],
 )
 def test_an_unknown_command_is_an_error(name: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([name]) == 2

@@ -107,6 +107,10 @@ def test_an_invalid_number_of_bytes_is_an_error(text: str) -> None:
     ("speculative-verification", "google", "rejection"),
     ("speculative-verification", "deepmind", "rejection"),
     ("speculative-method", "ngram", "lookup"),
+    ("dtype", "half", "float16"),
+    ("dtype", "float", "float32"),
+    ("draft-dtype", "bf16", "bfloat16"),
+    ("dtype", "auto", None),
 ])  # fmt: skip
 def test_synonyms_of_choices_are_accepted(name: str, text: str, value: str) -> None:
     assert FLAGS[name].value(text) == value

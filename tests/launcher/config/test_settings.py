@@ -112,7 +112,7 @@ def test_a_variable_does_not_set_the_flag_that_has_none() -> None:
         (["--port", "0"], "--port must be at least 1, not 0"),
         (["--port", "70000"], "--port must be at most 65535, not 70000"),
         (["--validation-workers", "0"], "--validation-workers must be at least 1"),
-        (["--dtype", "int8"], "--dtype must be one of float16, bfloat16, float32, not 'int8'"),
+        (["--dtype", "int8"], "--dtype must be one of float16, bfloat16, float32, auto, not 'int8'"),
         (["--watermark-delta", "nan"], "--watermark-delta must be a finite number"),
         (["--model-id", "a\0b"], "--model-id holds a NUL byte"),
     ],

@@ -34,6 +34,9 @@ async def test_a_folder_of_a_local_root_is_found_by_its_name(tmp_path: Path) -> 
         assert (one["root"], one["adapter_source"], one["problem"]) == ("triage", "local", None)
         response = await server.client.post("/generate", json=body("/generate", "suport"))
         assert response.status_code == 404 and "the nearest names are support." in response.text
+        response = await server.client.post("/generate", json=body("/generate", "suport", adapter_source="local"))
+        end = "there is no adapter 'suport' below the local roots of this server; the nearest names are support"
+        assert response.status_code == 404 and response.json()["error"].endswith(end)
         response = await server.client.post("/generate", json=body("/generate", "support", adapter_source="hub"))
         assert response.status_code != 200
 
