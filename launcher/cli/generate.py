@@ -96,7 +96,8 @@ def write(client: Client, prompt: str, parameters: dict[str, Any], *, verbose: b
     print(flush=True)
     if verbose:
         print(summary(stream.details, time.monotonic() - began), file=sys.stderr)
-        print(legend(colours), file=sys.stderr)
+        if colours and (report := stream.details.get("speculation")):
+            print(legend(report), file=sys.stderr)
     return stream.text or ""
 
 
@@ -135,9 +136,9 @@ def painter(colours: bool) -> Callable[[AnswerToken], str]:
     return paint
 
 
-def legend(colours: bool) -> str:
-    """One line that names each colour."""
-    return " ".join(f"{colour}{name}{_RESET}" if colours else name for name, colour in COLOURS.items())
+def legend(report: Mapping[str, Any]) -> str:
+    """One line that names the colours of the answer."""
+    return " ".join(f"{colour}{name}{_RESET}" for name, colour in COLOURS.items() if report["sources"].get(name))
 
 
 def summary(details: Mapping[str, Any], seconds: float) -> str:

@@ -144,7 +144,7 @@ def screen(interval: Interval, title: str, live: Snapshot | None = None) -> Rend
 
 def _grid() -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim")
+    table.add_column(style="dim", no_wrap=True)
     table.add_column(justify="right")
     return table
 
@@ -188,11 +188,12 @@ def _memory(interval: Interval, live: Snapshot) -> Table:
     return table
 
 
-def _bar(part: float, total: float) -> RenderableType:
+def _bar(part: float, total: float, width: int | None = None) -> RenderableType:
+    """As wide as there is room, unless `width` is given."""
     if not total:
         return "–"
     row = Table.grid(padding=(0, 1))
-    row.add_row(ProgressBar(total=total, completed=part, width=20), f"{part / total:4.0%}")
+    row.add_row(ProgressBar(total=total, completed=part, width=width), f"{part / total:4.0%}")
     return row
 
 
@@ -246,7 +247,7 @@ def _shards(live: Snapshot) -> Table:
             Text(state, style="" if shard["ready"] else "bold red"),
             str(shard["running"]),
         ]
-        pages = _bar(shard["used_pages"], shard["pages"]) if "pages" in shard else "–"
+        pages = _bar(shard["used_pages"], shard["pages"], width=8) if "pages" in shard else "–"
         step = " ".join(_part(part) for part in shard.get("step", ()))
         slots = shard.get("adapter_slots")
         adapters = f"{shard['resident_adapters']} of {slots}" if slots else str(shard["resident_adapters"])

@@ -41,7 +41,8 @@ def test_the_verbose_view_colours_tokens_and_counts(capsys: pytest.CaptureFixtur
     assert run(scripted, "x", "-v", "--color", "always") == 0
     printed = capsys.readouterr()
     assert printed.out == "\x1b[31m a\x1b[0m\x1b[95m b\x1b[0m\n"
-    line = printed.err.splitlines()[0]
+    line, legend = printed.err.splitlines()
+    assert legend == "\x1b[32mprefill\x1b[0m \x1b[31mdraft\x1b[0m \x1b[95mbonus\x1b[0m"
     assert re.match(r"5 tokens in \d+\.\d\d s; 2 steps \(2\.50 tokens each\); accepted 3/6 \(50%\); ", line)
     assert line.endswith("; prefill 1, draft 3, bonus 1; draft 0.250 s, verify 1.500 s, accept 0.125 s")
 

@@ -62,8 +62,8 @@ LIVE = {
 }
 
 
-def drawn(first_page: str, last_page: str, live: dict[str, Any] | None = None) -> str:
-    console = Console(width=110, record=True, file=io.StringIO())
+def drawn(first_page: str, last_page: str, live: dict[str, Any] | None = None, width: int = 110) -> str:
+    console = Console(width=width, record=True, file=io.StringIO())
     console.print(screen(Interval(Page.read(first_page, 5.0), Page.read(last_page, 7.0)), "title", live))
     return console.export_text()
 
@@ -83,6 +83,12 @@ def test_shards_and_their_steps() -> None:
     rows = [" ".join(line.replace("│", " ").split()) for line in drawn(BEFORE, AFTER, LIVE).splitlines()]
     assert any(row.startswith("0 ready 2 1 5 of 16") and row.endswith("50% 7 P12 ·+3") for row in rows)
     assert any(row.startswith("1 lost 0 – 0 –") for row in rows)
+
+
+def test_labels_and_steps_fit_in_eighty_columns() -> None:
+    text = drawn(BEFORE, AFTER, LIVE, width=80)
+    assert "│ in host memory, on disk" in text and "│ lost shards, retried " in text
+    assert "P12 ·+3" in text
 
 
 def test_what_only_the_live_view_knows() -> None:
