@@ -1,4 +1,4 @@
-"""Validates adapters for one base: `AdapterValidator`, and the command `lorikeet adapters check PATH --model-id M`.
+"""Validates adapters for one base: `AdapterValidator`, and the command `lorikeet adapters check PATH`.
 
 Configurations, tokenizers and the headers of weight files are read, and `Contents.decide` decides as in the loader.
 The command lists which adapters would be served, and why not others. It reads weights with `--read-weights`, and those
@@ -178,6 +178,7 @@ class CheckRow:
 
 
 _EXAMPLES = """examples:
+  lorikeet adapters check ./my-adapter
   lorikeet adapters check ./my-adapter --model-id owner/name
   lorikeet adapters check adapters.yaml --model-id ./model --local-adapter-root ./adapters --json
 """
@@ -207,7 +208,7 @@ def parser() -> argparse.ArgumentParser:
         "check", help="list which adapters of a catalogue or folder would be served, and why not others"
     )
     check.add_argument("path", help="an adapter's folder, a folder of such folders, or a catalogue (YAML)")
-    check.add_argument("--model-id", required=True, help="base model: folder or hub id")
+    check.add_argument("--model-id", help="base model: folder or hub id (default: the one that the adapters name)")
     check.add_argument("--revision", help="revision of the base model at the hub")
     check.add_argument(
         "--default-adapter-source", default="hub", choices=[source.value for source in catalogue.SOURCES]
@@ -230,6 +231,7 @@ async def _check(options: argparse.Namespace) -> list[CheckRow]:
         listed = catalogue.read(options.path, SourceKind(options.default_adapter_source))
         refs = [(alias, version.ref) for alias, entry in listed.entries.items() for version in entry.versions]
         problems = dict(listed.problems)
+    options.model_id = options.model_id or _named_base(folders)
     sources = Sources(_settings(options, folders))
     token = next((os.environ[name] for name in _TOKENS if os.environ.get(name)), None)
     gate = asyncio.Semaphore(_MAX_CONCURRENT)
@@ -273,6 +275,18 @@ def _adapter_folders(path: Path) -> list[str]:
     if not folders:
         raise ValueError(f"neither the folder {path} nor one directly below it has an {CONFIG} or one .gguf file")
     return [os.path.realpath(folder) for folder in folders]
+
+
+def _named_base(folders: Sequence[str]) -> str:
+    """The base that all configurations name. Raises AdapterError, or ValueError unless it is one, and there."""
+    files = [path for path in (Path(folder) / CONFIG for folder in folders) if path.exists()]
+    names = {str(configuration.parse(path.read_bytes()).get("base_model_name_or_path") or "") for path in files} - {""}
+    if len(names) != 1:
+        raise ValueError(f"--model-id is needed: the adapters name {'several bases' if names else 'no base'}")
+    name = names.pop()
+    if os.path.isabs(name) and not os.path.isdir(name):
+        raise ValueError(f"--model-id is needed: the adapters name the base {name}, which is not on this machine")
+    return name
 
 
 def _is_adapter(folder: Path) -> bool:

@@ -89,6 +89,27 @@ def test_a_folder_is_an_adapter_or_holds_adapters(world: World, capsys: pytest.C
     assert "has an adapter_config.json" in capsys.readouterr().err
 
 
+def test_the_base_is_the_one_that_the_adapters_name(
+    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def copied(name: str, base: object) -> Path:
+        folder = shutil.copytree(world.root / "sound0", tmp_path / "all" / name)
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), "base_model_name_or_path": base}))
+        return folder
+
+    def said(path: Path, code: int) -> str:
+        assert check.main(["check", str(path)]) == code
+        return "".join(capsys.readouterr())
+
+    assert "1 of 1 adapters would be served" in said(copied("here", str(world.base)), 0)
+    assert "--model-id is needed: the adapters name the base /gone, which is not on" in said(copied("gone", "/gone"), 2)
+    assert "--model-id is needed: the adapters name several bases" in said(tmp_path / "all", 2)
+    assert "--model-id is needed: the adapters name no base" in said(copied("bare", None), 2)
+    (tmp_path / "catalogue.yaml").write_text("{}")
+    assert "--model-id is needed" in said(tmp_path / "catalogue.yaml", 2)
+
+
 def test_only_broken_adapters_are_refused(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     entries = {f"ok{number}": local(f"sound{number % 3}") for number in range(30)}
     world.copy("rank", r=32)
