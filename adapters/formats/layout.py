@@ -278,7 +278,7 @@ _DESCRIPTIONS = {
     "experts": "an adapter on experts",
     "router": "an adapter on the router of experts",
     "norm": "replacing the weights of norms on this device",
-    "virtual": "an adapter with virtual tokens on this device",
+    "virtual": "an adapter with virtual tokens",
     "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }
 

@@ -75,7 +75,7 @@ class WorkerContext:
             weights_hash=weights_hash(config.model_path),
             dtype=choose_dtype(config.dtype, skeleton.config, config.device),
             kinds=frozenset(config.kinds)
-            - (frozenset() if config.device == "cpu" else {"virtual", "norm"})
+            - (frozenset() if config.device == "cpu" else {"norm"})
             - (frozenset() if skeleton.task is None else {"norm"}),
             values=BaseValues(skeleton),
             max_rank=configuration.MOST_RANK[config.device.partition(":")[0]],

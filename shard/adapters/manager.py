@@ -25,7 +25,6 @@ from lorikeet.shard.batch.padding import DRAFTS_PER_ROW
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.grpc.streams import AdapterRead, Inbox
 from lorikeet.shard.model import Model
-from lorikeet.shard.model.adapters.added_tokens import AddedTokens
 from lorikeet.shard.model.adapters.discovery import Target
 from lorikeet.shard.model.adapters.loading import (
     NICENESS,
@@ -35,9 +34,9 @@ from lorikeet.shard.model.adapters.loading import (
     HostLayout,
     Opened,
     RowParallelSum,
+    SlotParts,
     reading_threads,
 )
-from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.kv_memory import adapter_bytes, adapter_host_bytes
 from lorikeet.shard.model.lora.memory import Arena, PinnedMemory
 from lorikeet.shard.model.lora.served_file import header_end, map_file
@@ -57,12 +56,10 @@ class ModelSlots:
     def __init__(
         self,
         heads: HeadsPool,
+        parts: SlotParts,
         sums: ComposedSlots = NO_SUMS,
-        bindings: Sequence[AttentionBinding] = (),
-        added_tokens: AddedTokens | None = None,
     ) -> None:
-        """`bindings`: of all layers, in order."""
-        self._heads, self._sums, self._bindings, self._added_tokens = heads, sums, bindings, added_tokens
+        self._heads, self._parts, self._sums = heads, parts, sums
         self._used: dict[int, AdapterContent] = {}
         """Their memory, whose addresses the targets have, is not freed before the slot is cleared."""
 
@@ -75,14 +72,7 @@ class ModelSlots:
         else:
             for index, target in enumerate(content.targets):
                 target.put(slot, content.weights(index))
-        if content.virtual is not None:
-            target, rows = content.virtual
-            target.virtual[slot] = rows
-        if content.prefix is not None:
-            for binding, (keys, values) in zip(self._bindings, content.prefix, strict=True):
-                binding.prefixes[slot] = keys, values
-        if self._added_tokens is not None:
-            self._added_tokens.put(slot, content.num_added)
+        self._parts.put(slot, content, content.memory)
         if content.heads is not None:
             assert content.heads.packed is not None
             self._heads.put(slot, content.heads.packed)
@@ -99,13 +89,10 @@ class ModelSlots:
     def clear(self, slot: int) -> None:
         """Clear `slot`."""
         self._heads.clear(slot)
-        for target in self._used.pop(slot).targets:
+        content = self._used.pop(slot)
+        self._parts.clear(slot, content)
+        for target in content.targets:
             target.put(slot, None)
-            target.virtual.pop(slot, None)
-        for binding in self._bindings:
-            binding.prefixes.pop(slot, None)
-        if self._added_tokens is not None:
-            self._added_tokens.clear(slot)
 
     def forget(self, digest: str) -> None:
         """Does nothing: nothing here is kept by digest."""
@@ -152,14 +139,12 @@ def _layers(model: Model) -> tuple[tuple[int, int, int], ...]:
 
 
 def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: int) -> tuple[Device, HostLayout, str]:
-    dtype, on = model.info.dtype, model.info.device
+    dtype, on, layers = model.info.dtype, model.info.device, _layers(model)
+    parts = SlotParts(model.bindings, model.added_tokens)
     if on.type == "cpu":
         form = "reference" if compiled(dtype) is None else "compiled"
-        return (
-            ModelSlots(model.heads, model.composed_slots, model.bindings, model.added_tokens),
-            HostLayout(dtype, Arena(host_bytes), layers=_layers(model)),
-            form,
-        )
+        slots = ModelSlots(model.heads, parts, model.composed_slots)
+        return slots, HostLayout(dtype, Arena(host_bytes), layers=layers), form
     num_drafted = config.speculation_max_batch_size * (1 + MAX_DRAFT_TOKENS)
     max_rows = max(config.graph_rows, config.step_tokens + config.max_running + num_drafted)
     max_drafts = max(DRAFTS_PER_ROW * config.graph_rows, num_drafted * MOST_HEADS)
@@ -170,7 +155,8 @@ def _choose_form(config: ShardConfig, model: Model, num_slots: int, host_bytes: 
         raise ValueError(f"adapters on {on} need the package triton: {missing}") from missing
     from lorikeet.shard.model.adapters.upload import DeviceSlots
 
-    return DeviceSlots(kernels, model.heads), HostLayout(dtype, PinnedMemory(host_bytes), kernels), "triton"
+    memory = PinnedMemory(host_bytes)
+    return DeviceSlots(kernels, model.heads, parts), HostLayout(dtype, memory, kernels, layers), "triton"
 
 
 class CheckedFiles(AdapterFiles):

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from lorikeet.proto.params import FIRST_VIRTUAL_ID
 from lorikeet.shard.batch.device_tokens import DeviceTokens, GraphSampling, put
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.row_groups import NO_ADAPTERS, AdapterRows, HeadGroups, RowGroups, as_array
@@ -143,7 +144,7 @@ class StepInputs:
         """Adapter rows of the S wanted rows and the E rows of draft tokens, which use the same output head."""
         self.norm_slots: set[int] = set()
         """Slots of adapters that change norms."""
-        # slot, rows of the step and places among the adapter's of virtual tokens; found with their embeddings
+        # slot, rows of the step and places among the adapter's of virtual tokens, on the device
         self.virtual_rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.num_wanted = self.num_drafts = 0
         """S and E."""
@@ -206,9 +207,10 @@ class StepInputs:
         self.heads, self._host_rows = list(heads), host_rows
         if host_rows is None and _is_on_host(logits_rows):
             self._host_rows = logits_rows.tolist()
-        self.bounds, self._on_device, self.virtual_rows = None, on_device, []
+        self.bounds, self._on_device = None, on_device
+        input_ids = self._take_virtual(segments, input_ids)
         self._moves.clear()
-        if self._padding is not None:
+        if self._padding is not None and not self.virtual_rows:
             num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())
             has_sums = self._groups is not None and bool((segments.slots >= self.first_sum).any())
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters, has_sums)
@@ -248,6 +250,23 @@ class StepInputs:
         """Put the tokens that only the device knows into `input_ids`: part of a captured step. Others have them."""
         if self.bounds is not None and self.device_tokens is not None:
             put(self.input_ids, self.token_places, self.device_tokens)
+
+    def _take_virtual(self, segments: Segments, input_ids: torch.Tensor) -> torch.Tensor:
+        """Find the rows of virtual tokens, whose step is not padded: embeddings, keys and values of the adapters are
+        copied into them, by launches that no captured step has. input_ids: [T]. Returns the ids with 0 in their place.
+        """
+        self.virtual_rows = []
+        if not _is_on_host(input_ids) or not len(input_ids) or int(input_ids.numpy().max()) < FIRST_VIRTUAL_ID:
+            return input_ids
+        ids = input_ids.numpy()
+        rows = np.flatnonzero(ids >= FIRST_VIRTUAL_ID)
+        owners = np.repeat(np.arange(len(segments)), segments.counts)[rows]
+        for owner in np.unique(owners):
+            own = rows[owners == owner]
+            both = (torch.from_numpy(each) for each in (own, ids[own] - FIRST_VIRTUAL_ID))
+            at, places = (to_device(each, self.device) for each in both)
+            self.virtual_rows.append((int(segments.slots[owner]), at, places))
+        return torch.from_numpy(np.where(ids < FIRST_VIRTUAL_ID, ids, 0))
 
     def _fill_rows(
         self, input_ids: torch.Tensor, logits_rows: torch.Tensor, positions: Positions, kv_slots: Positions

@@ -57,7 +57,9 @@ class AttentionBinding(nn.Module):
 
     def destination(self) -> KvDestination | None:
         """Where a kernel may write the step's K and V, to call `read` next; None where it may not."""
-        return None if self.kv is None else self.backend.destination(self.kv)
+        if self.kv is None or (self.prefixes and self.inputs.virtual_rows):
+            return None
+        return self.backend.destination(self.kv)
 
     def read(self, query: torch.Tensor) -> torch.Tensor:
         """Compute attention as `forward` does, with K and V already at their destination."""

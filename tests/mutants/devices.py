@@ -20,6 +20,20 @@ MUTANTS = [
         "tests/shard/model/test_loader.py::test_devices_without_bfloat16_serve_float16",
     ),
     Mutant(
+        "a step with virtual tokens is replayed from a graph",
+        "shard/batch/inputs.py",
+        "if self._padding is not None and not self.virtual_rows:",
+        "if self._padding is not None:",
+        "tests/shard/batch/test_inputs.py::test_a_step_with_virtual_tokens_is_not_padded_and_has_their_rows",
+    ),
+    Mutant(
+        "a kernel writes keys and values of virtual tokens that the adapter replaces",
+        "shard/model/attention_binding.py",
+        "if self.kv is None or (self.prefixes and self.inputs.virtual_rows):",
+        "if self.kv is None:",
+        "tests/shard/model/test_graphs.py::test_graphs_with_adapters_and_heads",
+    ),
+    Mutant(
         "adapter slots take at least a tenth of device memory",
         "shard/model/kv_memory.py",
         "min(ADAPTER_SHARE * total, max(",

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from lorikeet.proto.params import FIRST_VIRTUAL_ID
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.model.kernels.packing import PackedMatrix
 from lorikeet.shard.model.lora.targets import (
@@ -23,7 +22,6 @@ from lorikeet.shard.model.lora.targets import (
     adapt_embedding,
     adapt_output,
     begin,
-    replace_virtual,
 )
 from lorikeet.shard.model.moe.experts import is_experts, up_name
 from lorikeet.shard.model.moe.routers import is_router
@@ -126,7 +124,6 @@ def hook_plain(network: nn.Module) -> None:
         if target is None:
             continue
         if isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_before_embedding)
             module.register_forward_hook(_after_embedding)
         elif isinstance(module, nn.Linear | Conv1D):
             target.project = target.project or partial(_project, module)
@@ -162,22 +159,12 @@ def _after_norm(module: nn.Module, _args: tuple[torch.Tensor, ...], output: torc
         target.adapt_norm(output)
 
 
-def _before_embedding(module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    """Another id in place of each virtual token, which the module does not know."""
-    target = target_of(module)
-    if target is None or not target.virtual:
-        return None
-    target.given_ids, *others = args
-    return torch.where(target.given_ids < FIRST_VIRTUAL_ID, target.given_ids, 0), *others
-
-
 def _after_embedding(module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     target = target_of(module)
     if target is not None and len(rows := target.rows):
         y = output.view(-1, target.num_out)
         adapt_embedding(rows, target, args[0].reshape(-1), y)
-        if target.virtual:
-            replace_virtual(rows, target, target.given_ids.reshape(-1), y)
+        target.replace_virtual(y)
 
 
 def _project(module: nn.Linear | Conv1D, x: torch.Tensor) -> torch.Tensor:

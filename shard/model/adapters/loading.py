@@ -20,7 +20,9 @@ import numpy.typing as npt
 import torch
 
 from lorikeet.proto.process import usable_cores
+from lorikeet.shard.model.adapters.added_tokens import AddedTokens
 from lorikeet.shard.model.adapters.discovery import Target
+from lorikeet.shard.model.attention_binding import AttentionBinding
 from lorikeet.shard.model.lora.memory import ALIGNMENT, HostMemory
 from lorikeet.shard.model.lora.served_file import HEADS, Place, ServedFile, map_file
 from lorikeet.shard.model.lora.targets import (
@@ -70,13 +72,19 @@ class Pair:
 
 @dataclass(frozen=True)
 class Vector:
-    """A bias, a scale, or DoRA's magnitude, from which the scale is computed. [out] float32."""
+    """Float32 values: [out] of a bias, a scale, or DoRA's magnitude, from which the scale is computed; or a table of
+    virtual tokens.
+    """
 
     target: LoraTarget
     values: Place
     to: int
     pair: Pair | None = None
     """The factors that a magnitude belongs to."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Its values in an adapter's memory, [bytes] uint8."""
+        return _view(memory, self.to, self.values.shape, torch.float32)
 
 
 @dataclass
@@ -146,7 +154,7 @@ class LayoutPlan:
         return Vector(target, values, self._take(4 * target.num_out), pair)
 
     def _virtual(self, target: LoraTarget, rows: Place) -> Vector:
-        is_here = target.is_embedding and target.kernels is None and target.partition is None
+        is_here = target.is_embedding and target.partition is None
         if not is_here or len(rows.shape) != 2 or rows.shape[1] != target.num_out or rows.dtype != torch.float32:
             raise ValueError(f"this shard does not support virtual tokens of shape {list(rows.shape)} on {target.name}")
         return Vector(target, rows, self._take(4 * math.prod(rows.shape)))
@@ -281,10 +289,10 @@ class AdapterContent:
     image: SlotImage | None = None
     """Its entries in a device's table."""
     heads: HeadsContent | None = None
-    # [tokens, H] float32: embeddings of virtual tokens, and their module
-    virtual: tuple[LoraTarget, torch.Tensor] | None = None
-    # [layers, 2, tokens, heads, dim] float32: keys and values in place of those of the embeddings
-    prefix: torch.Tensor | None = None
+    # [tokens, H]: embeddings of virtual tokens
+    virtual: Vector | None = None
+    # [layers, 2, tokens, heads, dim]: keys and values in place of those of the embeddings
+    prefix: Vector | None = None
     num_added: int = 0
     """Tokens that it adds to the base's."""
 
@@ -318,6 +326,31 @@ class AdapterContent:
 
     def _view(self, first: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return _view(self.memory, first, shape, dtype)
+
+
+class SlotParts:
+    """What adapters in slots have apart from factors, scales and biases: virtual tokens, and tokens that they add."""
+
+    def __init__(self, bindings: Sequence[AttentionBinding], added_tokens: AddedTokens) -> None:
+        """`bindings`: of all layers, in order."""
+        self._bindings, self._added_tokens = bindings, added_tokens
+
+    def put(self, slot: int, content: AdapterContent, memory: torch.Tensor) -> None:
+        """Put the parts of `content` into `slot`. memory: [bytes] uint8, the adapter's on the device of the model."""
+        if content.virtual is not None:
+            content.virtual.target.virtual[slot] = content.virtual.of(memory)
+        if content.prefix is not None:
+            for binding, (keys, values) in zip(self._bindings, content.prefix.of(memory), strict=True):
+                binding.prefixes[slot] = keys, values
+        self._added_tokens.put(slot, content.num_added)
+
+    def clear(self, slot: int, content: AdapterContent) -> None:
+        """Empty `slot`, which has `content`."""
+        if content.virtual is not None:
+            content.virtual.target.virtual.pop(slot, None)
+        for binding in self._bindings:
+            binding.prefixes.pop(slot, None)
+        self._added_tokens.clear(slot)
 
 
 @dataclass(frozen=True)
@@ -383,8 +416,9 @@ class AdapterFiles:
         file, plan, destination = opened.file, opened.plan, self._destination
         memory = destination.memory.take(plan.num_bytes)
         _lay_out(plan, file, memory)
-        for vector in plan.vectors:
-            _view(memory, vector.to, vector.values.shape, torch.float32).copy_(file.tensor(vector.values))
+        for vector in (*plan.vectors, plan.virtual, plan.prefix):
+            if vector is not None:
+                vector.of(memory).copy_(file.tensor(vector.values))
         for vector in plan.magnitudes:
             scale = file.tensor(vector.values).clone()
             if vector.pair is not None:
@@ -393,26 +427,27 @@ class AdapterFiles:
                 if self._sum_over_ranks is not None and part is not None and part.is_row_parallel:
                     squares = self._sum_over_ranks(squares)
                 scale /= squares.clamp_min(torch.finfo(torch.float32).tiny).sqrt()
-            _view(memory, vector.to, scale.shape, torch.float32).copy_(scale)
+            vector.of(memory).copy_(scale)
         entries, kernels = plan.image(), destination.kernels
         image = None if kernels is None else kernels.image(plan.targets, entries)
-        virtual, prefix = (
-            None if vector is None else self._table(file, vector, memory) for vector in (plan.virtual, plan.prefix)
-        )
-        if prefix is not None:
-            (num_layers, _, _, *shape), layers = prefix.shape, destination.layers
-            if len(layers) != num_layers or any((heads, key) != tuple(shape) or key != value
-                                                for heads, key, value in layers):  # fmt: skip
-                raise ValueError(f"keys and values of {num_layers} layers and heads {shape} do not fit this model's")
-        of_module = None if plan.virtual is None or virtual is None else (plan.virtual.target, virtual)
+        self._check_virtual(plan)
         heads = read_heads(file, self._heads, destination.memory, destination.dtype, kernels is not None)
         form, dtype = self._form, destination.dtype
         num_added = int(file.metadata.get("num_added", 0))
-        return AdapterContent(plan.targets, entries, memory, form, dtype, image, heads, of_module, prefix, num_added)
+        tables = plan.virtual, plan.prefix
+        return AdapterContent(plan.targets, entries, memory, form, dtype, image, heads, *tables, num_added)
 
-    @staticmethod
-    def _table(file: ServedFile, vector: Vector, memory: torch.Tensor) -> torch.Tensor:
-        return _view(memory, vector.to, vector.values.shape, torch.float32).copy_(file.tensor(vector.values))
+    def _check_virtual(self, plan: LayoutPlan) -> None:
+        """Raise ValueError for virtual tokens that the model cannot compute."""
+        kernels, layers = self._destination.kernels, self._destination.layers
+        if plan.virtual is not None and kernels is not None and self._sum_over_ranks is not None:
+            raise ValueError("virtual tokens are not served by several devices (--num-shard)")
+        if plan.prefix is None:
+            return
+        num_layers, _, _, *shape = plan.prefix.values.shape
+        if len(layers) != num_layers or any((heads, key) != tuple(shape) or key != value
+                                            for heads, key, value in layers):  # fmt: skip
+            raise ValueError(f"keys and values of {num_layers} layers and heads {shape} do not fit this model's")
 
     def _plan(self, file: ServedFile) -> LayoutPlan:
         plan = self._plans.get(file.likeness)

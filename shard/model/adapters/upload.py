@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from lorikeet.proto.params import Composition
-from lorikeet.shard.model.adapters.loading import AdapterContent
+from lorikeet.shard.model.adapters.loading import AdapterContent, SlotParts
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.medusa.heads import HeadsPool
 from lorikeet.shard.scheduler.adapter_slots import Content
@@ -36,8 +36,8 @@ class _Placed:
 class DeviceSlots:
     """The slots of a model on a device. Called by the thread that launches steps, on the stream that they run on."""
 
-    def __init__(self, kernels: DeviceKernels, heads: HeadsPool) -> None:
-        self._kernels = kernels
+    def __init__(self, kernels: DeviceKernels, heads: HeadsPool, parts: SlotParts) -> None:
+        self._kernels, self._parts = kernels, parts
         self._heads = heads
         self._stream = torch.cuda.Stream(kernels.device) if kernels.device.type == "cuda" else None
         self._placed: dict[int, _Placed] = {}
@@ -58,6 +58,7 @@ class DeviceSlots:
         if not placed.is_bound and placed.is_copied:
             assert placed.content.image is not None
             self._kernels.bind(slot, placed.content.image, placed.memory)
+            self._parts.put(slot, placed.content, placed.memory)
             if placed.content.heads is not None and placed.heads is not None:
                 self._heads.put(slot, placed.content.heads.on(placed.heads))
             placed.is_bound = True
@@ -71,6 +72,7 @@ class DeviceSlots:
         """Empty `slot`."""
         placed = self._placed.pop(slot)
         self._kernels.clear(slot)
+        self._parts.clear(slot, placed.content)
         self._heads.clear(slot)
         if not placed.is_copied and placed.copied is not None:
             # the next use of this memory is on this stream

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from lorikeet.proto.params import FIRST_VIRTUAL_ID, MAX_MERGED, Composition
+from lorikeet.proto.params import MAX_MERGED, Composition
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import AdapterRows
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
@@ -198,8 +198,6 @@ class LoraTarget:
         self._sums = NO_SUMS
         # by slot, [tokens, out] float32: of an embedding, the rows of virtual tokens
         self.virtual: dict[int, torch.Tensor] = {}
-        self.given_ids = torch.empty(0, dtype=torch.long)
-        """The ids of the current step, those of virtual tokens among them."""
         self.kernels: Kernels | None = None
         """A device's kernels, used in place of `adapt_row` and its compiled form; None on a CPU."""
         self._inputs, self.is_head = inputs, is_head
@@ -241,9 +239,11 @@ class LoraTarget:
             adapt_output(self, y, y)
         return y
 
-    def note_virtual(self, slot: int, rows: torch.Tensor, places: torch.Tensor) -> None:
-        """Let the layers know the step's rows of virtual tokens, and their places among those of the adapter."""
-        self._inputs.virtual_rows.append((slot, rows, places))
+    def replace_virtual(self, y: torch.Tensor) -> None:
+        """Put the embeddings of virtual tokens that are of this module into their rows. y: [rows, H], in place."""
+        for slot, rows, places in self._inputs.virtual_rows:
+            if (table := self.virtual.get(slot)) is not None:
+                y[rows] = table[places].to(y.dtype)
 
     def weights(self, slot: int) -> SlotWeights | None:
         """What is in `slot`, for the specification."""
@@ -381,18 +381,6 @@ def adapt_embedding(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y:
         if weights is not None and weights.a is not None and weights.b is not None:
             for row in range(first, first + count):
                 y[row] += (weights.a[:, ids[row]].float() @ weights.b.float()).to(y.dtype)
-
-
-def replace_virtual(rows: AdapterRows, target: LoraTarget, ids: torch.Tensor, y: torch.Tensor) -> None:
-    """Put the embeddings of virtual tokens into their rows. ids: [rows] token ids; y: [rows, H], in place."""
-    places = ids - FIRST_VIRTUAL_ID
-    if not bool((places >= 0).any()):
-        return
-    for slot, first, count in rows.tasks.tolist():
-        own = (places[first : first + count] >= 0).nonzero()[:, 0] + first
-        if len(own):
-            y[own] = target.virtual[slot][places[own]].to(y.dtype)
-            target.note_virtual(slot, own, places[own])
 
 
 @cache

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from lorikeet.proto.params import FIRST_VIRTUAL_ID
 from lorikeet.shard.batch.device_tokens import DeviceTokens
 from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.padding import Bounds, Padding
@@ -40,6 +41,19 @@ def with_groups() -> StepInputs:
     inputs = StepInputs(PAGE, CPU)
     inputs.reserve_groups(max_rows=8, max_slots=4, max_drafts=8)
     return inputs
+
+
+def test_a_step_with_virtual_tokens_is_not_padded_and_has_their_rows() -> None:
+    inputs = with_groups()
+    inputs.pad(Always(Bounds(num_rows=8, max_kv_len=12, has_adapters=True), spare_page=9))
+    ids = torch.tensor([10, FIRST_VIRTUAL_ID + 3, FIRST_VIRTUAL_ID + 4, 11, FIRST_VIRTUAL_ID])
+    inputs.fill([Segment(5, 1, [3, 1], 0), Segment(3, 3, [2, 4], 1), Segment(0, 1, [5], 2)], ids, torch.tensor([0]))
+    inputs.send()
+    assert inputs.bounds is None and inputs.input_ids.tolist() == [10, 0, 0, 11, 0]
+    found = [(slot, rows.tolist(), places.tolist()) for slot, rows, places in inputs.virtual_rows]
+    assert found == [(1, [1, 2], [3, 4]), (2, [4], [0])]
+    fill(inputs, 0)
+    assert inputs.bounds is not None and inputs.virtual_rows == []
 
 
 def test_padded_steps_have_the_arrays_of_others_at_the_addresses_of_their_bounds() -> None:

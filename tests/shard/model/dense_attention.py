@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, PagedKV
+from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, KvDestination, LayerKV, PagedKV
 from lorikeet.shard.batch.inputs import StepInputs
 
 CPU = torch.device("cpu")
@@ -33,10 +33,17 @@ class DenseAttention(AttentionBackend):
         self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:
         assert isinstance(kv, PagedKV) and self._inputs is not None
-        pools = kv.keys.flatten(0, 1), kv.values.flatten(0, 1)
-        for pool, x in zip(pools, (key, value), strict=True):
-            pool.index_copy_(0, self._inputs.kv_slots, x)
-        num_rows = query.shape[0]
+        for pool, x in ((kv.keys, key), (kv.values, value)):
+            pool.flatten(0, 1).index_copy_(0, self._inputs.kv_slots, x)
+        return self.read(spec, kv, query)
+
+    def destination(self, kv: LayerKV) -> KvDestination:
+        assert isinstance(kv, PagedKV) and self._inputs is not None
+        return KvDestination(self._inputs.kv_slots, kv.keys, kv.values)
+
+    def read(self, spec: AttentionSpec, kv: LayerKV, query: torch.Tensor) -> torch.Tensor:
+        assert isinstance(kv, PagedKV)
+        pools, num_rows = (kv.keys.flatten(0, 1), kv.values.flatten(0, 1)), query.shape[0]
         offsets = torch.arange(self.page_size, device=query.device)
         # [T, L] slots
         slots = (self._pages[:num_rows, :, None] * self.page_size + offsets).flatten(1)

@@ -316,8 +316,8 @@ def test_where_one_rank_cannot_capture_none_replays() -> None:
 
 def run_cases(*options: str, interpreted: str = "1") -> None:
     """In a process of its own: kernels are interpreted, or not, from their import on."""
-    cases = Path(__file__).with_name("graphs_triton_cases.py")
-    run("pytest", "-q", "-p", "no:cacheprovider", str(cases), *options, interpreted=interpreted)
+    cases = [str(Path(__file__).with_name(name)) for name in ("graphs_triton_cases.py", "kinds_triton_cases.py")]
+    run("pytest", "-q", "-p", "no:cacheprovider", *cases, *options, interpreted=interpreted)
 
 
 @needs_triton

@@ -18,7 +18,8 @@ from lorikeet.proto.params import Composition
 from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
 from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.segments import Segment
-from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
+from lorikeet.shard.model.adapters.added_tokens import AddedTokens
+from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout, SlotParts
 from lorikeet.shard.model.adapters.tables import DeviceKernels
 from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.lora.memory import PinnedMemory
@@ -31,6 +32,7 @@ from tests.shard.padded import Always
 DEVICE = torch.device("cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda")
 NUM_SLOTS = 11
 NUM_SUMS = 2
+NO_PARTS = SlotParts([], AddedTokens(0))
 RANKS = (1, 3, 8, 16, 17, 64, 33)
 NONE_OF_IT, BIAS_ALONE, LARGEST = 7, 8, 9
 """Slots whose adapters have nothing for the module, no factors, and as many as there may be."""
@@ -399,7 +401,7 @@ def test_an_adapter_from_a_file_is_computed_from_its_slot(tmp_path: Path) -> Non
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
     destination = HostLayout(dtype, memory, bench.kernels)
     content = AdapterFiles({entry.name: entry for entry in bench.targets}, destination).read(tmp_path / "file")
-    slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs))
+    slots = DeviceSlots(bench.kernels, HeadsPool(bench.inputs), NO_PARTS)
     slots.put(3, content)
     while not slots.is_ready(3):
         pass
@@ -435,7 +437,7 @@ def test_heads_from_a_file_draft_from_their_slot(tmp_path: Path) -> None:
     save_file({name: tensor.cpu() for name, tensor in tensors.items()}, str(tmp_path / "file"), facts)
     memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
     content = AdapterFiles({}, HostLayout(dtype, memory, bench.kernels), pool).read(tmp_path / "file")
-    slots = DeviceSlots(bench.kernels, pool)
+    slots = DeviceSlots(bench.kernels, pool, NO_PARTS)
     slots.put(6, content)
     while not slots.is_ready(6):
         pass

@@ -19,7 +19,7 @@ from lorikeet.shard.batch.padding import Bounds
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model, load_model
-from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
+from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout, SlotParts
 from lorikeet.shard.model.lora.memory import Arena
 from lorikeet.shard.model.lora.served_file import FORMAT, ServedFile, map_file
 from lorikeet.shard.model.medusa.heads import read_heads
@@ -145,7 +145,7 @@ def test_draft_rows_use_the_request_s_output_head(tmp_path: Path) -> None:
     model.allocate_kv(32)
     model.allocate_adapters(8)
     reading = AdapterFiles(model.lora_targets, HostLayout(torch.float32, Arena(1 << 20)), model.heads)
-    slots = ModelSlots(model.heads)
+    slots = ModelSlots(model.heads, SlotParts(model.bindings, model.added_tokens))
     for slot, name in ((3, "both"), (5, "alone")):
         with layout.open_adapter(tmp_path / name, making.LIMIT) as opened:
             served = layout.served_file(opened.lay_out(reader, facts)[1], "d", facts)
@@ -226,7 +226,7 @@ def test_a_slot_of_the_model_holds_what_a_file_holds(worlds: Worlds, tmp_path: P
     destination = HostLayout(torch.float32, Arena(1 << 20))
     content = AdapterFiles(model.lora_targets, destination, model.heads).read(tmp_path / "file")
     assert content.num_heads == 2 and content.num_bytes >= 2 * 4 * (64 * 64 + 64)
-    slots = ModelSlots(model.heads)
+    slots = ModelSlots(model.heads, SlotParts(model.bindings, model.added_tokens))
     slots.put(7, content)
     assert run(model, [4], [HeadsRow(0, 7, 2)]).shape == (3, tiny.VOCAB)
     slots.clear(7)

@@ -20,7 +20,7 @@ from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import layers, load_model
 from lorikeet.shard.model.adapters.discovery import mark_targets
-from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout
+from lorikeet.shard.model.adapters.loading import AdapterFiles, HostLayout, SlotParts
 from lorikeet.shard.model.adapters.tables import DeviceKernels, targets_of
 from lorikeet.shard.model.adapters.upload import DeviceSlots
 from lorikeet.shard.model.graphs import CudaRecorder, Recorder
@@ -274,7 +274,7 @@ def test_a_model_gives_peft_s_logits(tmp_path: Path, monkeypatch: pytest.MonkeyP
     kernels = model.enable_device_kernels(4, 64, 0)
     memory = PinnedMemory(1 << 24, 1 << 20, is_pinned=DEVICE.type == "cuda")
     files = AdapterFiles(model.lora_targets, HostLayout(torch.float32, memory, kernels), model.heads)
-    slots = DeviceSlots(kernels, model.heads)
+    slots = DeviceSlots(kernels, model.heads, SlotParts(model.bindings, model.added_tokens))
     for slot, digest in enumerate(digests.values()):
         slots.put(slot, files.read(tmp_path / "store" / f"{digest}.safetensors"))
         while not slots.is_ready(slot):
