@@ -47,7 +47,7 @@ def run(read: Settings) -> int:
     serves = not (read["print-config"] or read["download-only"])
     pid_file = read["pid-file"] if serves else None
     with Signals().caught() as signals, _pid_file(pid_file), _private_folder(read) as folder, ExitStack() as stack:
-        preload = serving.preload(read, folder) if serves else None
+        preload = serving.preload(read, folder, device) if serves else None
         if preload is not None:
             stack.callback(preload.end)
         plan = _plan(read, (device, num_ranks), folder, signals, preload)

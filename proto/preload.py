@@ -1,8 +1,9 @@
 """The process that imports once what several processes of a server need, and forks them.
 
-`python -m lorikeet.proto.preload FD MODULE…` imports the modules, then forks a process for each connection to the
-listening socket. To import them takes seconds of processor time and hundreds of MiB, which its children share. It has
-one thread, so that forking is safe, and nothing of the operator's environment: it forks those that read foreign files.
+`python -m lorikeet.proto.preload FD MODULE… -PACKAGE…` imports the modules as if the packages were not installed, then
+forks a process for each connection to the listening socket. To import them takes seconds of processor time and hundreds
+of MiB, which its children share. It has one thread, so that forking is safe, and nothing of the operator's environment:
+it forks those that read foreign files.
 
 A forked process is the launcher's child: the process between the two exits at once, and the launcher adopts what its
 descendants leave. So the launcher sees its exit code, and it ends with the launcher. Linux only.
@@ -188,12 +189,17 @@ def _is_readable(file: io.FileIO | socket.socket, seconds: float | None = 0) -> 
 class Preload:
     """The process, for the launcher, which starts it again when it has ended."""
 
-    def __init__(self, folder: Path, modules: Sequence[str], environment: Mapping[str, str]) -> None:
-        """`folder`: for the socket. Changes this process: it adopts what its descendants leave."""
+    def __init__(
+        self, folder: Path, modules: Sequence[str], environment: Mapping[str, str], without: Sequence[str] = ()
+    ) -> None:
+        """`folder`: for the socket; `without`: packages that libraries import only where they are installed, and that
+        the forked processes can import. Changes this process: it adopts what its descendants leave.
+        """
         self.address = str(folder / "preload.sock")
         self.problem = ""
         """Why it is not started again."""
         self._modules = modules
+        self._without = without
         named = {name: text for name, text in environment.items() if name in ENVIRONMENT or name.startswith(_LIBRARIES)}
         # more threads of libraries could not be forked
         self._environment = named | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -233,7 +239,8 @@ class Preload:
             return
         self._started_at.append(now)
         descriptor = self._listening.fileno()
-        command = python("lorikeet.proto.preload", str(descriptor), *self._modules, " " * _TITLE_BYTES)
+        without = (f"-{package}" for package in self._without)
+        command = python("lorikeet.proto.preload", str(descriptor), *self._modules, *without, " " * _TITLE_BYTES)
         self._process = subprocess.Popen(
             tethered(command), env=self._environment, pass_fds=[descriptor], stdin=subprocess.DEVNULL, process_group=0
         )
@@ -263,8 +270,7 @@ def main() -> None:
     # the filters that modules set stay for forked processes
     show, warnings.showwarning = warnings.showwarning, lambda *_, **__: None
     gc.disable()  # collections during imports take a fifth of their time, and free almost nothing
-    for module in sys.argv[2:-1]:
-        importlib.import_module(module)
+    _import(sys.argv[2:-1])
     warnings.showwarning = show
     gc.freeze()  # a collection would write to pages that the children share
     gc.enable()
@@ -274,6 +280,17 @@ def main() -> None:
         connection = listening.accept()[0]
         with connection:
             _fork(connection, listening, parent_pid)
+
+
+def _import(words: Sequence[str]) -> None:
+    """Import modules as if the packages with a `-` were not installed. `import` finds None for them meanwhile."""
+    hidden = {word[1:]: None for word in words if word.startswith("-") and word[1:] not in sys.modules}
+    sys.modules.update(hidden)  # type: ignore[arg-type]
+    for word in words:
+        if not word.startswith("-"):
+            importlib.import_module(word)
+    for package in hidden:
+        del sys.modules[package]
 
 
 def _fork(connection: socket.socket, listening: socket.socket, parent_pid: int) -> None:

@@ -200,6 +200,12 @@ _MAX_IDLE = 1
 """Workers that are kept without a job. Each takes about 10 MiB of its own, and forking another takes milliseconds."""
 
 
+IDLE_S, CHECKED_S = 60.0, 1.0
+"""What reads adapters takes 200 MiB and starts within a second, so it ends after so long without a job: the second one
+as long as adapters were checked only, as at the start of a server.
+"""
+
+
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
 
 
@@ -257,6 +263,9 @@ class Jobs:
         self._converting = Gate(max_conversions, num_fast=1)
         self._jobs: dict[str, LoaderJob] = {}
         self._idle: list[Worker] = []
+        self._num_at_work = 0
+        self._idle_s = CHECKED_S
+        self._resting = asyncio.get_running_loop().call_later(self._idle_s, self._rest)
         self._verifying: dict[str, asyncio.Task[bool]] = {}
         """By digest."""
         self._refused: SizedCache[str, dict[str, Any]] = SizedCache(
@@ -391,6 +400,7 @@ class Jobs:
 
     async def end(self) -> None:
         """Stop all jobs."""
+        self._resting.cancel()
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         for task in tasks:
             task.cancel()
@@ -512,6 +522,31 @@ class Jobs:
 
     async def _run(self, job: LoaderJob, gate: Gate, ticket: Ticket, call: dict[str, Any]) -> dict[str, Any]:
         """Call a worker, and another one if the first was killed to raise the priority or ended while it was idle."""
+        with self._at_work(CHECKED_S if call["do"] == "check" else IDLE_S):
+            return await self._answered(job, gate, ticket, call)
+
+    @contextmanager
+    def _at_work(self, idle_s: float) -> Iterator[None]:
+        """Inside, what reads adapters stays; after the last job, for `idle_s` or what an earlier job asked for."""
+        self._num_at_work += 1
+        self._idle_s = max(self._idle_s, idle_s)
+        self._resting.cancel()
+        try:
+            yield
+        finally:
+            self._num_at_work -= 1
+            if not self._num_at_work:
+                self._resting = asyncio.get_running_loop().call_later(self._idle_s, self._rest)
+
+    def _rest(self) -> None:
+        """End what reads adapters until the next job."""
+        for worker in self._idle:
+            worker.leave()
+        self._idle.clear()
+        self._idle_s = CHECKED_S
+        self._fork_server.rest()
+
+    async def _answered(self, job: LoaderJob, gate: Gate, ticket: Ticket, call: dict[str, Any]) -> dict[str, Any]:
         await gate.enter(ticket)
         began = time.monotonic()
         watching = asyncio.create_task(self._step_back(job, ticket)) if gate is self._converting else None

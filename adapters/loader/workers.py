@@ -102,6 +102,11 @@ class Worker(Forked):
                 process.lower_priority(NICENESS, self._pid)
                 self._steps_back = True
 
+    def leave(self) -> None:
+        """Forget the process, which ends with the one that forked it."""
+        self.is_ended = True
+        self.close()
+
     async def end(self) -> None:
         """End the process in any state."""
         if not self.is_ended:
@@ -120,14 +125,40 @@ class WorkerForkServer(ForkServer):
         super().__init__(module, str(config_path), start_s=_STARTING_S, preload=preload, env=environment)
         self._ending: set[asyncio.Task[None]] = set()
         """Tasks that end the workers of cancelled callers."""
+        self._base: tuple[str, str, str] | None = None
+        self._starting = asyncio.Lock()
+        self._started = asyncio.Event()
 
     async def base_key(self) -> tuple[str, str, str]:
-        """Start it; the base's key in the store. Raises ValueError if the base cannot be read."""
+        """Start it; the base's key in the store. Raises ValueError if the base cannot be read, or has changed."""
         answer = await self.start()
         if "base" not in answer:
             raise ValueError(str(answer.get("failed") or f"the process that reads adapters {self.ending()}"))
         base, weights, dtype = answer["base"]
-        return str(base), str(weights), str(dtype)
+        key = str(base), str(weights), str(dtype)
+        if self._base not in (None, key):
+            raise ValueError("the base model's files have changed since the server started")
+        self._base = key
+        self._started.set()
+        return key
+
+    def rest(self) -> None:
+        """End it until the next worker is needed. Without a preloaded process it stays: it would start for seconds."""
+        if self._preload is not None:
+            self.close()
+
+    def close(self) -> None:
+        self._started.clear()
+        super().close()
+
+    async def ended(self) -> int:
+        """Wait for its own end, while it does not rest; returns the exit code."""
+        while True:
+            await self._started.wait()
+            process = self._process
+            code = await super().ended()
+            if process is self._process:
+                return code
 
     async def worker(self, steps_back: bool) -> Worker:
         """A new process. Raises LoaderFailed. A process whose caller is cancelled meanwhile is ended."""
@@ -140,7 +171,18 @@ class WorkerForkServer(ForkServer):
             raise
 
     async def _worker(self, steps_back: bool) -> Worker:
+        async with self._starting:
+            if self._control is None:
+                await self._start_again()
         return Worker(self, *await self.fork(steps_back=steps_back), steps_back)
+
+    async def _start_again(self) -> None:
+        """Raises LoaderFailed; the next caller tries again."""
+        try:
+            await self.base_key()
+        except (ValueError, OSError) as error:
+            self.close()
+            raise LoaderFailed(f"no adapter can be read: {error}", status=503, retry_after=5.0) from None
 
     async def _call(self, message: dict[str, Any], *descriptors: int) -> dict[str, Any]:
         try:

@@ -16,8 +16,8 @@ from lorikeet.shard.attention.base import LayerKV
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.system.process import lower_priority
 
-AHEAD_BYTES = 64 << 20
-"""Memory of all layers together that is populated ahead of use."""
+AHEAD_BYTES = 16 << 20
+"""Memory of all layers together that is populated ahead of use: more than the prompts of two polls fill."""
 CHUNK_BYTES = 2 << 20
 """Memory populated by one system call."""
 POLL_S = 0.05

@@ -26,6 +26,15 @@ def report() -> None:
     sys.exit(7)
 
 
+def packages() -> None:
+    """Exit with 0 if the preloaded modules did not find a package that this process finds."""
+    from importlib.util import find_spec
+
+    from tests.proto.preloaded import HAS_SCIPY
+
+    sys.exit(HAS_SCIPY or find_spec("scipy") is None)
+
+
 def orphan() -> None:
     """Leave a child that ends a moment later."""
     subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.1)"])
@@ -34,6 +43,7 @@ def orphan() -> None:
 WORK = {
     "filters": lambda: os.write(int(sys.argv[2]), repr(warnings.filters).encode()),
     "report": report,
+    "packages": packages,
     "orphan": orphan,
     "print": lambda: print("printed"),
     "wait": lambda: time.sleep(600),
