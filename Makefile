@@ -92,9 +92,9 @@ test-oldest test-newest: test-%: tests/versions/%.txt
 	$(PIP) install --constraint $< --editable '.[dev,dev-kernels]'
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(T) $(ARGS)
 
-# Attackers next to another user, at full size: 19 minutes, and a line with the figures of each attack. ATTACK_SECONDS=10 takes 4.
+# Attackers next to another user, at full size, and faults of a server: 26 minutes, and a table at the end. ATTACK_SECONDS=10 takes 6.
 attacks: $(VENV)/.installed-$(DEV)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m long tests/attacks -k test_a_canary_next_to_each_attack $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -m "long or not long" tests/attacks -k "canary_next_to or test_faults" $(ARGS)
 
 test-wheel: $(VENV)/.installed-$(DEV)
 	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)

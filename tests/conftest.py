@@ -37,8 +37,8 @@ SLOWEST = (
     "tests/router/dispatch/test_recovery.py",
 )
 """Files that take longest, the slowest first. The others follow in their order."""
-REPLICAS = "tests/e2e/conftest.py"
-"""It has a server that several files of tests share. One worker runs them, so that the server starts once."""
+SHARED = ("tests/e2e/conftest.py", "tests/attacks/conftest.py")
+"""Each has a server that several files of tests share. One worker runs them, so that the server starts once."""
 
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")  # other processes may take the machine for seconds
@@ -71,8 +71,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @cache
 def unit(file: str) -> str:
     """The unit of work that a file belongs to."""
-    shares = file.startswith("tests/e2e/") and "from tests.e2e.conftest import" in (ROOT / file).read_text()
-    return REPLICAS if shares else file
+    for shared in SHARED:
+        folder = shared.removesuffix("conftest.py")
+        module = shared.removesuffix(".py").replace("/", ".")
+        if file.startswith(folder) and f"from {module} import" in (ROOT / file).read_text():
+            return shared
+    return file
 
 
 def rank(file: str) -> int:

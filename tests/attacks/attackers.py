@@ -3,29 +3,29 @@
 Eight clients, each with an address of its own, repeat one attack. With PEER they do something harmless at the same rate
 instead: `health` sends GET /health, `users` are ordinary users who generate short texts.
 
-No attack begins after SECONDS. Attacks that still wait for an answer are cancelled when the standard input ends.
+No attack begins after SECONDS. Attacks that still wait for an answer are cancelled when the standard input ends. Prints
+one line of JSON: how often attacks were begun, how many answers had each status, and answers that no attacker may get.
 """
 
 import argparse
 import asyncio
 import contextlib
-import io
 import json
 import os
 import random
-import shutil
 import sys
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
-from tests.e2e.launched import ROOT
+from tests.attacks.hostile_adapters import BAD_NUMBERS, NUM_BOMBS, NUM_FRESH, SOURCE
+from tests.attacks.hostile_hub import REPOSITORIES, RETRY_AFTER, answer_as_hub
 
 NUM_ATTACKERS = 8
 MAX_HELD = 50
@@ -33,13 +33,15 @@ MAX_HELD = 50
 MIB = 1 << 20
 ANSWER_S = 20.0
 """How long an attacker waits for an answer."""
-LOOP = "{% for a in range(9999) %}{% for b in range(9999) %}{% for c in range(9999) %}" + 3 * "{% endfor %}"
-NUM_FRESH = 40
-NUM_BOMBS = 16
-NUM_CANARIES = 10
-"""Adapters that canaries load, next to an attack and next to harmless clients."""
 HUB_PORT, SHARD = "ATTACKED_HUB_PORT", "ATTACKED_SHARD"
 """Variables of the environment: the port of the hub that attackers serve, and the address of the server's shard."""
+KEYS = {"owner": "secret owner", "other": "secret other", "root": "secret root"}
+"""API keys of the server that has some. `root` is an administrator, and CLOSED an alias for `owner` alone."""
+CLOSED = "closed-alias"
+WORK = ("/health_generate", "/startup")
+"""Paths where a GET makes the model work."""
+HOSTILE_NAMES = ("a" * 100_000, "two\nlines", "a\u202eb", "tab\tname", "\u2066name", "")
+"""Of aliases."""
 
 
 @dataclass
@@ -49,40 +51,69 @@ class Attacker:
     port: int
     number: int
     draw: random.Random
+    address: str = ""
+    """Without it, the client has one of its own."""
+    count: int = 0
+    """Attacks that were begun."""
     held: list[asyncio.StreamWriter] = field(default_factory=list)
+    statuses: Counter[int] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+    """Answers that no attacker may get."""
 
     async def open(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A connection from this client's address."""
-        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(f"127.0.1.{self.number + 1}", 0))
+        address = self.address or f"127.0.1.{self.number + 1}"
+        return await asyncio.open_connection("127.0.0.1", self.port, local_addr=(address, 0))
 
-    async def send(self, data: bytes, *, waits: bool = True, holds: bool = False) -> bytes:
-        """Send and return the beginning of the answer; `holds` leaves the connection open."""
+    async def send(
+        self,
+        data: bytes,
+        *allowed: int,
+        waits: bool = True,
+        holds: bool = False,
+        secret: bytes = b"",
+    ) -> bytes:
+        """Send and return the beginning of the answer; `holds` leaves the connection open. Wrong are answers with
+        another status than those that are `allowed`, if some are, or with `secret`, for which all is read.
+        """
         reader, writer = await self.open()
         try:
             writer.write(data)
             async with asyncio.timeout(ANSWER_S):
                 await writer.drain()
-                return await reader.read(4096) if waits else b""
+                answer = await reader.read(-1 if secret else 4096) if waits else b""
+            if answer:
+                status = int(answer[9:12])
+                self.statuses[status] += 1
+                if (allowed and status not in allowed) or (secret and secret in answer):
+                    self.wrong.append(f"{data[:200]!r}: {answer[:400]!r}")
+            return answer
         finally:
             if holds and len(self.held) < MAX_HELD:
                 self.held.append(writer)
             else:
                 writer.close()
 
-    async def post(self, path: str, body: dict[str, Any], **options: bool) -> bytes:
-        return await self.send(post(path, json.dumps(body).encode()), **options)
+    async def post(
+        self, path: str, body: dict[str, Any], *allowed: int, waits: bool = True, holds: bool = False
+    ) -> bytes:
+        return await self.send(post(path, json.dumps(body).encode()), *allowed, waits=waits, holds=holds)
 
 
-def post(path: str, body: bytes, num_declared: int | None = None, field: str = "") -> bytes:
-    """A request; `num_declared` is its length where not all of the body is sent, `field` one more line of its head."""
+def get(path: str, *fields: str, host: str = "localhost") -> bytes:
+    """A request, after whose answer the connection closes; `fields` are further lines of its head."""
+    return "\r\n".join([f"GET {path} HTTP/1.1", f"host: {host}", "connection: close", *fields, "", ""]).encode()
+
+
+def post(path: str, body: bytes, num_declared: int | None = None, *fields: str, host: str = "[::1]") -> bytes:
+    """A request; `num_declared` is its length where not all of the body is sent, `fields` further lines of its head."""
     size = len(body) if num_declared is None else num_declared
-    head = f"POST {path} HTTP/1.1\r\nhost: [::1]\r\ncontent-type: application/json\r\ncontent-length: {size}\r\n"
-    head += f"{field}\r\n\r\n" if field else "\r\n"
-    return head.encode() + body
+    head = [f"POST {path} HTTP/1.1", f"host: {host}", "content-type: application/json", f"content-length: {size}"]
+    return "\r\n".join([*head, *fields, "", ""]).encode() + body
 
 
 async def health(client: Attacker) -> None:
-    await client.send(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await client.send(get("/health"))
 
 
 async def user(client: Attacker) -> None:
@@ -92,7 +123,7 @@ async def user(client: Attacker) -> None:
 
 async def pipelined(client: Attacker) -> None:
     body = {"inputs": "Hi", "parameters": {"max_new_tokens": 1500, "ignore_eos_token": True}}
-    both = post("/generate", json.dumps(body).encode()) + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+    both = post("/generate", json.dumps(body).encode()) + get("/health")
     await client.send(both, waits=False)
 
 
@@ -158,7 +189,7 @@ async def resumable(client: Attacker) -> None:
     """A stream that goes on for a minute without its client."""
     fields = {"max_new_tokens": 1500, "ignore_eos_token": True, "return_k_alternatives": 20, "details": True}
     body = json.dumps({"inputs": "Hi", "parameters": fields}).encode()
-    await client.send(post("/generate_stream", body, field="x-lorikeet-resumable: 60"), waits=False)
+    await client.send(post("/generate_stream", body, None, "x-lorikeet-resumable: 60"), waits=False)
 
 
 async def many_choices(client: Attacker) -> None:
@@ -186,7 +217,7 @@ async def ambiguous_grammar(client: Attacker) -> None:
 
 
 async def health_generate(client: Attacker) -> None:
-    await client.send(b"GET /health_generate HTTP/1.1\r\nhost: localhost\r\n\r\n")
+    await client.send(get("/health_generate"))
 
 
 async def small_chunks(client: Attacker) -> None:
@@ -224,17 +255,58 @@ async def large_listing(client: Attacker) -> None:
     await client.post("/generate", {"inputs": "Hi", "parameters": parameters})
 
 
-async def answer_as_hub(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """The description of a repository of 300 000 files."""
-    files = b"".join(b'{"rfilename":"file-%06d","size":1},' % number for number in range(1000))
-    with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-        await reader.readuntil(b"\r\n\r\n")
-        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\nconnection: close\r\n\r\n")
-        writer.write(b'{"id":"evil/files","sha":"' + b"a" * 40 + b'","siblings":[')
-        for _ in range(300):
-            writer.write(files)
-            await writer.drain()
-    writer.close()
+async def wrong_hub(client: Attacker) -> None:
+    """Repositories whose descriptions and headers break the protocol of the hub."""
+    name = f"evil/{client.draw.choice(REPOSITORIES)}@r{client.draw.randrange(10**9)}"
+    body = {"inputs": "Hi", "parameters": {"adapter_id": name, "adapter_source": "hub"}}
+    await client.post("/generate", body, 503 if RETRY_AFTER in name else 502)
+
+
+async def wrong_numbers(client: Attacker) -> None:
+    """Adapters whose configurations hold numbers outside of any range."""
+    name = f"number-{client.draw.randrange(len(BAD_NUMBERS))}"
+    await client.post("/generate", {"inputs": "Hi", "parameters": local(name)}, 422)
+
+
+async def web_pages(client: Attacker) -> None:
+    """What a browser sends for a page of another site, and for one whose name resolves to this machine."""
+    host = f"hostile.test:{client.port}"
+    path = client.draw.choice(["/v1/models", "/metrics", "/info", *WORK])
+    await client.send(get(path, host=host), 421)
+    origin = f"origin: http://{host}"
+    await client.send(get(path, origin), 403 if path in WORK else 200, secret=b"access-control-allow-origin")
+    plain = {"inputs": "Hi", "parameters": {"max_new_tokens": 4}}
+    from_hub = {"inputs": "Hi", "parameters": {"adapter_id": f"a/b{client.draw.random()}", "adapter_source": "hub"}}
+    await client.send(post("/generate", json.dumps(plain).encode(), None, host=host), 421)
+    await client.send(post("/generate", json.dumps(from_hub).encode(), None, origin), 403)
+
+
+async def tried_keys(client: Attacker) -> None:
+    """Wrong keys next to a valid key, in the one header or in the other."""
+    wrong, own = f"wrong {client.draw.random()}", KEYS["other"]
+    names = [wrong, own] if client.draw.random() < 0.5 else [own, wrong]
+    await client.send(get("/v1/models", f"authorization: Bearer {names[0]}", f"x-api-key: {names[1]}"), 401, 429)
+
+
+async def failed_keys(client: Attacker) -> None:
+    """Wrong keys from the address of the canary."""
+    await client.send(get("/v1/models", f"authorization: Bearer wrong {client.draw.random()}"), 401, 429)
+
+
+async def closed_alias(client: Attacker) -> None:
+    """Whatever lists names, with a key that may not see one of them."""
+    key = f"authorization: Bearer {KEYS['other']}"
+    for path in ("/metrics", "/v1/models", "/info", "/v1/capabilities"):
+        await client.send(get(path, key), 200, secret=CLOSED.encode())
+    body = {"inputs": "Hi", "parameters": {"adapter_id": CLOSED, "max_new_tokens": 4}}
+    await client.send(post("/generate", json.dumps(body).encode(), None, key), 404)
+
+
+async def hostile_names(client: Attacker) -> None:
+    """Names of aliases that no list should show."""
+    body = {"lora_name": client.draw.choice(HOSTILE_NAMES), "lora_path": str(SOURCE)}
+    key = f"authorization: Bearer {KEYS['root']}"
+    await client.send(post("/v1/load_lora_adapter", json.dumps(body).encode(), None, key), 400, 422)
 
 
 async def second_router(client: Attacker) -> None:
@@ -285,6 +357,8 @@ class Attack:
     """What the canary next to the attack is compared with."""
     loads: bool = False
     """Whether the canary asks for adapters that were never loaded, too."""
+    address: str = ""
+    """The address of all attackers; without one, each has its own."""
 
 
 ATTACKS = {
@@ -311,96 +385,66 @@ ATTACKS = {
     "merges": Attack(merges, 0.25, "users", loads=True),
     "large-listing": Attack(large_listing, 0.5),
     "second-router": Attack(second_router, 5.0, "users"),
+    "web-pages": Attack(web_pages, 0.25),
+    "wrong-hub": Attack(wrong_hub, 0.25),
+    "wrong-numbers": Attack(wrong_numbers, 0.25),
 }
+"""On a server without keys."""
+KEYED_ATTACKS = {
+    "tried-keys": Attack(tried_keys, 0.1),
+    "failed-keys": Attack(failed_keys, 0.1, address="127.0.0.1"),
+    "closed-alias": Attack(closed_alias, 0.25),
+    "hostile-names": Attack(hostile_names, 0.25),
+}
+"""On a server with KEYS."""
+ALL = "all"
+"""Every attack on a server without keys, each by one attacker, at once."""
+PEERS, PEER_INTERVAL_S = {"health": health, "users": user}, 0.5
 
 
-async def any_attack(client: Attacker) -> None:
-    """One of all, in turn at random."""
-    await client.draw.choice(list(ATTACKS.values())[:-1]).once(client)
+async def repeat(client: Attacker, attack: Attack, end: float) -> None:
+    """Attack until `end`."""
+    await asyncio.sleep(attack.interval_s * client.number / NUM_ATTACKERS)
+    while time.monotonic() < end:
+        next_at = time.monotonic() + attack.interval_s
+        client.count += 1
+        with contextlib.suppress(OSError, TimeoutError):
+            await attack.once(client)
+        await asyncio.sleep(max(0.0, min(next_at, end) - time.monotonic()))
+    for writer in client.held:
+        writer.close()
 
 
-ATTACKS["all"] = Attack(any_attack, 0.25, "users")
-PEERS = {"health": health, "users": user}
-
-
-def write_adapters(folder: Path) -> None:
-    """The local adapters that attacks name."""
-    source = ROOT / "demo" / "adapters" / "record"
-    names = ["public", "large", "loop", *(f"fresh-{number}" for number in range(NUM_FRESH))]
-    for name in names:
-        shutil.copytree(source, folder / name)
-    entries = ",".join([f'"{number}":0' for number in range(2 * MIB)])
-    values = json.loads((source / "adapter_config.json").read_text())
-    for number in range(NUM_BOMBS):
-        (folder / f"bomb-{number}").mkdir()
-        shutil.copy(source / "adapter_config.json", folder / f"bomb-{number}")
-        bomb = dict.fromkeys(range(1_000_000)) if number % 2 else [_Zeros(1 << 33)]
-        (folder / f"bomb-{number}" / "adapter_model.bin").write_bytes(_saved(bomb, number % 4 < 2))
-    loading = [name for name, attack in ATTACKS.items() if attack.loads]
-    names = [f"{peer}{name}-{number}" for name in loading for peer in ("", "peer-") for number in range(NUM_CANARIES)]
-    for alpha, name in enumerate(names, start=1):
-        (folder / f"canary-{name}").mkdir()
-        weights = "adapter_model.safetensors"
-        os.link(folder / "public" / weights, folder / f"canary-{name}" / weights)
-        (folder / f"canary-{name}" / "adapter_config.json").write_text(json.dumps(values | {"lora_alpha": alpha}))
-    (folder / "large" / "tokenizer_config.json").write_text("{" + entries + "}")
-    (folder / "loop" / "tokenizer_config.json").write_text(json.dumps({"chat_template": LOOP}))
-
-
-class _Zeros:
-    """So many bytes once it is unpickled."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-
-    def __reduce__(self) -> tuple[type, tuple[int]]:
-        return bytearray, (self.num_bytes,)
-
-
-def _saved(value: object, is_zip: bool) -> bytes:
-    import torch  # the attackers need none of it
-
-    file = io.BytesIO()
-    torch.save(value, file, _use_new_zipfile_serialization=is_zip)
-    return file.getvalue()
-
-
-async def attack(port: int, name: str, seconds: float, peer: str = "") -> int:
-    """Run it; returns how often it was begun."""
-    chosen = ATTACKS[name]
-    once, end = PEERS[peer] if peer else chosen.once, time.monotonic() + seconds
-
-    count = 0
-
-    async def repeat(number: int) -> None:
-        nonlocal count
-        client = Attacker(port, number, random.Random(number))
-        await asyncio.sleep(chosen.interval_s * number / NUM_ATTACKERS)
-        while time.monotonic() < end:
-            next_at = time.monotonic() + chosen.interval_s
-            count += 1
-            with contextlib.suppress(OSError, TimeoutError):
-                await once(client)
-            await asyncio.sleep(max(0.0, min(next_at, end) - time.monotonic()))
-        for writer in client.held:
-            writer.close()
-
-    hub = await asyncio.start_server(answer_as_hub, "127.0.0.1", int(os.environ[HUB_PORT]))
-    async with hub:
-        attacking = asyncio.gather(*map(repeat, range(NUM_ATTACKERS)))
+async def run(port: int, attacks: list[Attack], seconds: float) -> dict[str, Any]:
+    """One client for each attack; returns what is printed."""
+    clients = [
+        (Attacker(port, number, random.Random(number), attack.address), attack) for number, attack in enumerate(attacks)
+    ]
+    end = time.monotonic() + seconds
+    async with await asyncio.start_server(answer_as_hub, "127.0.0.1", int(os.environ[HUB_PORT])):
+        attacking = asyncio.gather(*(repeat(client, attack, end) for client, attack in clients))
         input_ended = asyncio.create_task(asyncio.to_thread(sys.stdin.buffer.read))
         await asyncio.wait({attacking, input_ended}, return_when=asyncio.FIRST_COMPLETED)
         attacking.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await attacking
-    return count
+    statuses = sum((client.statuses for client, _ in clients), Counter[int]())
+    wrong = [text for client, _ in clients for text in client.wrong]
+    return {"attacks": sum(client.count for client, _ in clients), "statuses": statuses, "wrong": wrong}
+
+
+def chosen(name: str, peer: str) -> list[Attack]:
+    """What each client does: the attack, or as many times what `peer` names."""
+    every = ATTACKS | KEYED_ATTACKS
+    attacks = list(ATTACKS.values()) if name == ALL else [every[name]] * NUM_ATTACKERS
+    return [Attack(PEERS[peer], PEER_INTERVAL_S)] * len(attacks) if peer else attacks
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("port", type=int)
-    parser.add_argument("attack", choices=ATTACKS)
+    parser.add_argument("attack", choices=[*ATTACKS, *KEYED_ATTACKS, ALL])
     parser.add_argument("seconds", type=float)
     parser.add_argument("peer", nargs="?", default="", choices=["", *PEERS])
     given = parser.parse_args()
-    print(asyncio.run(attack(given.port, given.attack, given.seconds, given.peer)))
+    print(json.dumps(asyncio.run(run(given.port, chosen(given.attack, given.peer), given.seconds))))
