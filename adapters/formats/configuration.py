@@ -40,6 +40,7 @@ _UNSERVED = {
     "layer_replication": "replicated layers",
     "arrow_config": "mixing the adapters of several files for each token (Arrow)",
     "megatron_config": "Megatron layers",
+    "sample_at_inference": "a change that is drawn at random for every token",
 }
 """Fields that make PEFT compute something that is not served."""
 INVOCATION = "alora_invocation_tokens"

@@ -17,7 +17,7 @@ MAX_HEADER = 32 << 20
 _ALIGNMENT = 8
 MAX_TENSORS = 200_000
 MAX_NAME = 512
-ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4}
+ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "U8": 1}
 """The types of weights, and of the indices that some kinds of adapters have."""
 
 

@@ -70,6 +70,8 @@ VARIANTS = {
 def kind_of(values: dict[str, Any]) -> Kind:
     """How a configuration's type and variant are served. Its `peft_type` must be in KINDS."""
     kind = KINDS[str(values["peft_type"]).upper()]
+    if kind.how == "folded" and values.get("save_precomputed_indices") is False:
+        return OF_BASE  # Supertuning finds the indices in the base's weights again
     variants = [variant for field, variant in VARIANTS.items() if is_set(values.get(field))]
     if kind.how != "lora" or not variants:
         return kind

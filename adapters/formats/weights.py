@@ -24,7 +24,7 @@ from lorikeet.adapters.sources.base import MAX_CONFIG_BYTES, WEIGHTS, FileHead
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "U8": torch.uint8,
 }  # fmt: skip
 MAX_INDEX = 8 << 20
 MAX_PICKLE = 2 << 20

@@ -1,5 +1,6 @@
 """One adapter of each kind that PEFT writes, for tiny models: how it is configured, and values as after training."""
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -91,11 +92,14 @@ _STEP = 0.1
 """Standard deviation of what training adds."""
 
 
-def make(name: str, base: Path, folder: Path, seed: int = 3) -> Path:
-    """Have PEFT save the adapter. Returns its folder."""
+def make(name: str, base: Path, folder: Path, seed: int = 3, **settings: Any) -> Path:
+    """Have PEFT save the adapter, with other `settings` than CONFIGS has. Returns its folder."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own
         config = (CONFIGS | VIRTUAL | PREFIXES)[name]()
+        if settings:
+            given = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.init}
+            config = type(config)(**given | settings)
         config.task_type = "CAUSAL_LM"
         torch.manual_seed(seed)
         model = peft.get_peft_model(making.load_base(base), config)
