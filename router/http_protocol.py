@@ -227,17 +227,18 @@ class Exchange(RequestResponseCycle):
         """Send one ASGI message. Not a coroutine function, because it is called for every token."""
         if message["type"] == "http.response.start":
             return self._start(message)
-        if message.get("more_body") and message.get("body") and self.chunked_encoding and self._takes_chunks:
-            self.transport.write(b"%x\r\n%b\r\n" % (len(message["body"]), message["body"]))
+        if message.get("more_body") and (body := message.get("body")) and self.write_chunk(body):
             return SENT
         if self.is_http_1_0 and not message.get("more_body", False) and self.expected_content_length > sys.maxsize // 2:
             self.expected_content_length = len(message.get("body", b""))
         return super().send(message)
 
-    @property
-    def _takes_chunks(self) -> bool:
-        """Whether a further chunk of a body can be written without waiting."""
-        return not (self.flow.write_paused or self.disconnected or self.response_complete)
+    def write_chunk(self, body: bytes) -> bool:
+        """Write a part of the body, which is not empty. False, and nothing happened, where that has to wait."""
+        if not self.chunked_encoding or self.flow.write_paused or self.disconnected or self.response_complete:
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
+        return True
 
     async def _start(self, message: Any) -> None:
         headers = list(message.get("headers", []))
@@ -249,6 +250,8 @@ class Exchange(RequestResponseCycle):
             headers = [*(pair for pair in headers if pair[0].lower() != b"connection"), _CLOSE]
         message["headers"] = headers
         await super().send(message)
+        if (writer := message.get("writer")) is not None:
+            writer.exchange = self
         if self.closes_late:
             self.keep_alive = True  # else Uvicorn would close the connection at the end of the answer
 

@@ -24,7 +24,7 @@ from lorikeet.router.api.service import Service
 from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
-from lorikeet.router.requests.generation import Generation
+from lorikeet.router.requests.generation import Generation, TokenWriter
 from lorikeet.router.requests.request import FinishReason, OutputChunk, OutputToken
 from lorikeet.router.schemas.model import MAX_IGNORED
 from lorikeet.router.schemas.openai import OpenAIRequest
@@ -148,11 +148,15 @@ async def read_all(readers: list[Reader], sequences: list[Completed]) -> None:
     await asyncio.gather(*map(read, readers, sequences))
 
 
-async def interleave(generations: list[Generation]) -> AsyncGenerator[tuple[int, OutputChunk], None]:
-    """(index of the generation, chunk) as they come, until every generation has finished."""
+async def interleave(
+    generations: list[Generation], writer: TokenWriter | None = None
+) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+    """(index of the generation, chunk) as they come, until every generation has finished. What `writer` takes of a
+    single one is left out.
+    """
     if len(generations) == 1:
         while True:
-            chunk = await generations[0].next()
+            chunk = await generations[0].next(writer)
             yield 0, chunk
             if chunk.finish_reason is not None:
                 return

@@ -6,6 +6,8 @@ own connection is the first reader of the buffer; `GET /v1/streams/{id}` makes o
 """
 
 import asyncio
+import secrets
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing
 from types import TracebackType
@@ -17,6 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lorikeet.proto.config_file import whole_number
 from lorikeet.router.errors import ValidationError
+from lorikeet.router.http_protocol import Exchange
 from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, StreamReader, Streams
 
 KEEP_ALIVE_S = 15.0
@@ -35,8 +38,52 @@ def named_event(value: dict[str, Any]) -> bytes:
     return b"event: " + value["type"].encode() + b"\ndata: " + orjson.dumps(value) + b"\n\n"
 
 
+class EventWriter(ABC):
+    """Writes events of tokens for a stream whose task waits, while the connection takes them. A `TokenWriter`."""
+
+    def __init__(self) -> None:
+        self.exchange: Exchange | None = None
+        """Set once the answer has begun. None where it goes elsewhere than to a connection."""
+        self.texts: list[str] = []
+        """Of all tokens that it took."""
+        self.written_at = 0.0
+        """In the loop's time."""
+        self._time = asyncio.get_running_loop().time
+
+    def write(self, token_id: int, text: str, logprob: float) -> bool:
+        """A further token, without alternatives. False, and nothing happened, if it cannot be written at once."""
+        exchange, event = self.exchange, self.event_of(token_id, text, logprob)
+        if exchange is None or (event and not exchange.write_chunk(event)):
+            return False
+        self.texts.append(text)
+        self.written_at = self._time()
+        return True
+
+    @abstractmethod
+    def event_of(self, token_id: int, text: str, logprob: float) -> bytes:
+        """The event of one token; empty where it has none."""
+
+
+class TextEvents(EventWriter):
+    """Events that differ in a text alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._head = self._tail = b""
+
+    def set_form(self, form: Callable[[str], bytes]) -> None:
+        """`form` makes the event of a text."""
+        mark = secrets.token_hex(16)
+        self._head, _, self._tail = form(mark).partition(orjson.dumps(mark))
+
+    def event_of(self, token_id: int, text: str, logprob: float) -> bytes:
+        """The event of one token; empty where it has none."""
+        return self._head + orjson.dumps(text) + self._tail if text else b""
+
+
 class EventStream(Response):
-    """Sends what `events` yields; the generator is closed when the client disconnects.
+    """Sends what `events` yields; the generator is closed when the client disconnects. `writer` may write events
+    meanwhile.
 
     `on_close` runs however the stream ends, also when `events` was never started. Starlette's StreamingResponse would
     start a task group per response and a wrapper per chunk.
@@ -50,6 +97,7 @@ class EventStream(Response):
         headers: dict[str, str],
         on_close: Callable[[], None] | None = None,
         keep_alive_s: float = KEEP_ALIVE_S,
+        writer: EventWriter | None = None,
     ) -> None:
         super().__init__(headers=headers)
         # The length of a stream is unknown when it starts.
@@ -58,12 +106,14 @@ class EventStream(Response):
         self._events = events
         self._on_close = on_close
         self._keep_alive_s = keep_alive_s
+        self._writer = writer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        keep_alive = _KeepAlive(send, self._keep_alive_s)
+        keep_alive = _KeepAlive(send, self._keep_alive_s, self._writer)
+        start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         scope.setdefault("state", {})["filler"] = COMMENT
         try:
-            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            await send(start | {"writer": self._writer})
             async with ClientWatch(receive), aclosing(self._events):
                 async for body in self._events:
                     keep_alive.touch()
@@ -78,8 +128,9 @@ class EventStream(Response):
 class _KeepAlive:
     """Sends a comment after `seconds` without an event. One timer per stream, not one per event."""
 
-    def __init__(self, send: Send, seconds: float) -> None:
+    def __init__(self, send: Send, seconds: float, writer: EventWriter | None) -> None:
         self._send = send
+        self._writer = writer
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._last = self._loop.time()
@@ -90,7 +141,8 @@ class _KeepAlive:
         self._last = self._loop.time()
 
     def _check(self) -> None:
-        silent = self._loop.time() - self._last
+        written_at = 0.0 if self._writer is None else self._writer.written_at
+        silent = self._loop.time() - max(self._last, written_at)
         if silent >= self._seconds:
             self._comment = self._loop.create_task(self._send_comment())
             silent = 0.0

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import structlog
@@ -486,7 +486,7 @@ class Dispatcher:
         for generation in list(self._queued.values()):
             self.fail(generation, NoShard())
 
-    def on_output(self, link: ShardLink, output: pb.StepOutput) -> int:
+    def on_output(self, link: ShardLink, output: pb.StepOutput) -> None:
         """Deliver the tokens, then use the room that this step has freed."""
         now = time.monotonic()
         # first: a request that the shard returns because of its adapter needs another content
@@ -503,7 +503,6 @@ class Dispatcher:
             if has_stepped:
                 self.send(now, {link})
             self._send_loop.schedule()
-        return len(self.delivery.updated)
 
     def _note_credit(self) -> None:
         gauges = self.metrics.gauges
@@ -529,10 +528,9 @@ class ShardStream:
         self._link.connect(info)
         self._dispatcher.on_connect(self._link)
 
-    def on_output(self, output: pb.StepOutput) -> int:
-        return self._dispatcher.on_output(self._link, output)
-
-    def on_quiet(self) -> None:
+    def on_outputs(self, outputs: Sequence[pb.StepOutput]) -> None:
+        for output in outputs:
+            self._dispatcher.on_output(self._link, output)
         self._dispatcher.delivery.wake_readers()
 
     def on_disconnect(self, reason: str) -> None:
@@ -585,17 +583,17 @@ class SendLoop:
 
 
 _Work = dict[tuple[str, str, str], tuple[Generation, int]]
-"""Tokens that came, with one of their requests, by flow, caller and adapter's digest."""
+"""Tokens that came, with one of their requests, by `Generation.charged_to`."""
 
 
 def _add(work: _Work, generation: Generation, num_tokens: int) -> None:
-    key = generation.routing.flow, generation.request.caller, generation.digest
+    key = generation.charged_to
     first, num_earlier = work.get(key) or (generation, 0)
     work[key] = first, num_earlier + num_tokens
 
 
 class Delivery:
-    """Gives each request its part of a shard's message. Readers are woken once no further message is at hand."""
+    """Gives each request its part of a shard's message. Readers are woken after the last one of those read together."""
 
     def __init__(self, dispatcher: Dispatcher) -> None:
         self._dispatcher = dispatcher
@@ -622,22 +620,24 @@ class Delivery:
 
     def _deliver_rows(self, link: ShardLink, output: pb.StepOutput, rows: ColumnRows, now: float, work: _Work) -> None:
         """Every row is a step's output of one request. Runs for every token, so it does little for each."""
-        running, updated, gaps = link.running, self.updated, dict[float, int]()
+        running, updated, since = link.running, self.updated, dict[float, int]()
         for index, (wire_id, token_id, logprob) in enumerate(rows):
             if (receiver := running.get(wire_id)) is None:
                 continue
-            gap = now - (receiver.last_token_at or now)
+            previous = receiver.last_token_at or now
             is_apart = rows.has_drafts or receiver.routing.poison_tracker.isolation_steps
             if is_apart or not receiver.feed_token(token_id, logprob, now):
                 _add(work, receiver, self._feed(link, receiver, output, rows.token(index), now))
             else:
-                gaps[gap] = gaps.get(gap, 0) + 1
-                updated.append(receiver)
+                since[previous] = since.get(previous, 0) + 1
                 _add(work, receiver, 1)
+                if not receiver.charge.num_unread:  # its token is written
+                    continue
+                updated.append(receiver)
             if receiver.charge.num_bytes > SMALL_BYTES:
                 self._check_memory(link, receiver, now)
-        for gap, count in gaps.items():
-            self._metrics.tokens_arrived(gap, 1, count)
+        for previous, count in since.items():
+            self._metrics.tokens_arrived(now - previous, 1, count)
 
     def _check_memory(self, link: ShardLink, generation: Generation, now: float) -> None:
         """A request whose output takes too much memory fails, or waits for its reader."""

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
@@ -361,11 +361,21 @@ def _may_draft(request: GenerationRequest) -> bool:
     return may_draft or (request.grammar is not None and request.grammar.proposes)
 
 
+class TokenWriter(Protocol):
+    """Writes tokens for the reader of one sequence, which is not woken for them."""
+
+    def write(self, token_id: int, text: str, logprob: float) -> bool:
+        """A further token, without alternatives. False, and nothing happened, if it cannot be written at once."""
+
+
 class Generation:
     """The output stream of one request. Iterate, or call `next()` until a chunk has a finish reason."""
 
     on_read: "Callable[[], None] | None" = None
     """Called once when its reader takes output, where the sequence waits for that."""
+    _waiter: "asyncio.Future[None] | None" = None
+    _writer: TokenWriter | None = None
+    """Takes tokens while the reader waits and has read everything."""
 
     def __init__(
         self,
@@ -387,6 +397,8 @@ class Generation:
         """Whether its adapter and heads are resolved."""
         self.digest = ""
         """Digest of the adapter's content once it is admitted; "" for the base model."""
+        self.charged_to = self.routing.flow, request.caller, self.digest
+        """Whom its tokens are charged to."""
         self.emitted_ids: list[int] = []
         """All output tokens so far: enough to continue on another shard."""
         self.pooled = bytearray()
@@ -408,7 +420,7 @@ class Generation:
         self.is_over = False
         self.timers: list[asyncio.TimerHandle] = []
         """Cancelled when it is over."""
-        self.tokenizer = tokenizer
+        self.tokenizer, self._on_cancel = tokenizer, on_cancel
         self._choose_ids(request, tokenizer)
         self.stop_reason: int | str | None = None
         """The stop token or the stop string that ended the output."""
@@ -416,7 +428,6 @@ class Generation:
         self._choose_stops(request, tokenizer)
         self._needs_outputs = bool(self._stop is not None or request.logprobs.alternatives or timeline is not None)
         """Whether more is to be found out of each token than its text."""
-        self._on_cancel = on_cancel
         self.charge = OutputCharge(memory or OutputMemory())
         self._tokens, self._text = list[OutputToken](), ""
         self._is_mid_step = False
@@ -425,7 +436,6 @@ class Generation:
         """Collects the prompt's log probabilities; None when not requested, and once they are in a chunk."""
         self._error: RouterError | None = None
         self._is_exhausted = False
-        self._waiter: asyncio.Future[None] | None = None
 
     def _choose_ids(self, request: GenerationRequest, tokenizer: Tokenizer) -> None:
         self._special_ids = tokenizer.special_ids
@@ -454,13 +464,19 @@ class Generation:
 
     # Reading
 
-    async def next(self) -> OutputChunk:
-        """Everything new since the last chunk. Raises the error that ended the request."""
+    async def next(self, writer: TokenWriter | None = None) -> OutputChunk:
+        """Everything new since the last chunk, without the tokens that `writer` took meanwhile: those of steps without
+        drafts, of which nothing but their text is to be found out. Raises the error that ended the request.
+        """
         if self._is_exhausted:
             raise StopAsyncIteration
         while not self._tokens and self.finish_reason is None:
             self._is_exhausted = self._error is not None
-            await self._wait()
+            self._writer = writer if self.read_texts is None else None
+            try:
+                await self._wait()
+            finally:
+                self._writer = None
         chunk = OutputChunk(self._tokens, self._text, self.finish_reason, self.num_cached, stop_reason=self.stop_reason)
         if self._prefill is not None:
             self._add_prefill(chunk, self._prefill)
@@ -497,6 +513,7 @@ class Generation:
         if self.emitted_ids and self.digest != self.adapters.digest:
             raise GenerationFailed("the adapter has changed while the request ran, and its file is gone")
         self.digest = self.adapters.digest
+        self.charged_to = self.routing.flow, self.request.caller, self.digest
         if self.adapters.can_speculate and self.speculation_stats is None:
             self.speculation_stats = SpeculationStats()
         self.is_admitted = True
@@ -563,22 +580,32 @@ class Generation:
         """
         if self._needs_outputs or self._is_mid_step or not self.emitted_ids:
             return False
-        detokenizer = self._detokenizer
-        text = detokenizer.push(token_id)
+        text, writer = self._detokenizer.push(token_id), self._writer
+        is_named = token_id in self._special_ids or token_id in self._hidden_ids
+        if (
+            writer is None
+            or is_named
+            or self._tokens
+            or self._detokenizer.num_earlier
+            or not writer.write(token_id, text, logprob)
+        ):
+            self._keep_token(token_id, text, logprob)
+        self.emitted_ids.append(token_id)
+        if self.speculation_stats is not None:
+            self.speculation_stats.sources[pb.SOURCE_TARGET] += 1
+        self.last_token_at = now
+        return True
+
+    def _keep_token(self, token_id: int, text: str, logprob: float) -> None:
+        """Keep a token of a step without drafts for the reader."""
         token = OutputToken(token_id, text, logprob, token_id in self._special_ids, False, pb.SOURCE_TARGET)
-        if detokenizer.num_earlier:
-            token.num_earlier = detokenizer.num_earlier
+        token.num_earlier = self._detokenizer.num_earlier
         if token_id in self._hidden_ids:
             token.hidden = True
             text = text[: token.num_earlier]
         self._tokens.append(token)
         self._text += text
-        self.emitted_ids.append(token_id)
         self.charge.token_arrived()
-        if self.speculation_stats is not None:
-            self.speculation_stats.sources[pb.SOURCE_TARGET] += 1
-        self.last_token_at = now
-        return True
 
     def fail(self, error: RouterError) -> None:
         """End with an error, which is raised after the chunks that were not read yet."""
@@ -739,7 +766,11 @@ class Generation:
         self.timers.clear()
 
     def wake(self) -> None:
-        """Wake the reader, if it waits."""
+        """Wake the reader, if it waits, and there is more than what was written for it."""
+        if self._writer is not None:
+            if not (self._tokens or self.is_over):
+                return
+            self._writer = None
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

@@ -72,14 +72,14 @@ OPEN = ShardAccess()
 
 MAX_COMMAND_BYTES = 3 << 20
 """A Command is closed at this size, so that messages stay below 4 MiB."""
-JOIN_READERS = 64
-"""With at least this many readers to wake, a busy process waits for one more message."""
-JOIN_LOAD = 0.5
-"""A process is busy while its CPU time is more than this fraction of the elapsed time."""
+JOIN_REQUESTS = 64
+"""With at least this many running requests, a process that cannot keep up waits for one more message."""
+JOIN_LOAD = 0.9
+"""A process cannot keep up while its CPU time is more than this fraction of the elapsed time."""
 JOIN_SECONDS = 0.002
 """Maximum seconds of one wait (gRPC takes up to a millisecond to deliver what has arrived)."""
 MAX_JOINED = 8
-"""Maximum number of waits in a row."""
+"""Most messages that are read together."""
 HEARTBEAT_SECONDS, MAX_MISSED = 0.25, 8
 """A shard sends a message at this interval; after so many missed ones its stream is closed."""
 FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
@@ -110,11 +110,8 @@ class ShardListener(Protocol):
     def on_connect(self, info: pb.ShardInfo) -> None:
         """A new stream is open: ids and credit of earlier ones are void."""
 
-    def on_output(self, output: pb.StepOutput) -> int:
-        """One message; returns the number of requests whose readers wait for `on_quiet`."""
-
-    def on_quiet(self) -> None:
-        """No further message is at hand: wake the readers."""
+    def on_outputs(self, outputs: Sequence[pb.StepOutput]) -> None:
+        """Messages that came together, the first one sent first."""
 
     def on_disconnect(self, reason: str) -> None:
         """The stream has ended, and with it every request on it. Without a reason it was closed by this router."""
@@ -321,30 +318,30 @@ class ShardClient:
     async def _read(self, call: grpc.aio.StreamStreamCall, listener: ShardListener) -> None:
         """Take messages until the stream ends.
 
-        Writing to many clients costs far more than reading a message. So while this process is busy and many readers
-        wait, it waits a moment for the next message: outputs of several steps reach each client as one write.
+        Writing to many clients costs far more than reading a message. So where this process cannot keep up, and many
+        requests run, it waits a moment for the next message: outputs of several steps reach each client as one write.
         """
-        woken_at, woken_cpu, num_joined = time.monotonic(), time.process_time(), 0
+        read_at, read_cpu = time.monotonic(), time.process_time()
         reading: asyncio.Future[Any] | None = None
         """A message that was waited for, and has not come."""
         try:
             while (output := await (reading or call.read())) is not grpc.aio.EOF:
-                reading = None
-                self._on_message(output)
-                num_readers = listener.on_output(output)
-                num_joined += 1
-                is_busy = time.process_time() - woken_cpu > JOIN_LOAD * (time.monotonic() - woken_at)
-                if is_busy and num_readers >= JOIN_READERS and num_joined < MAX_JOINED:
+                reading, outputs = None, [output]
+                is_late = time.process_time() - read_cpu > JOIN_LOAD * (time.monotonic() - read_at)
+                while is_late and output.load.num_running >= JOIN_REQUESTS and len(outputs) < MAX_JOINED:
                     reading = asyncio.ensure_future(call.read())
                     await asyncio.wait((reading,), timeout=JOIN_SECONDS)
-                    if reading.done():
-                        continue
-                woken_at, woken_cpu, num_joined = time.monotonic(), time.process_time(), 0
-                listener.on_quiet()
+                    if not reading.done() or reading.result() is grpc.aio.EOF:
+                        break
+                    outputs.append(reading.result())
+                    reading = None
+                read_at, read_cpu = time.monotonic(), time.process_time()
+                for output in outputs:
+                    self._on_message(output)
+                listener.on_outputs(outputs)
         finally:
             if reading is not None:
                 reading.cancel()
-            listener.on_quiet()
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         while True:

@@ -112,4 +112,12 @@ MUTANTS = [
         "                    except asyncio.CancelledError:\n                        pass",
         "tests/router/shards/test_client.py::test_a_cancelled_client_ends_even_while_it_ends_a_connection",
     ),
+    Mutant(
+        "a token is written before an earlier one that its reader has yet to send",
+        "router/requests/generation.py",
+        "            or self._tokens\n",
+        "",
+        "tests/router/requests/test_generation.py::"
+        "test_tokens_that_are_written_and_those_that_are_read_are_all_tokens_in_order",
+    ),
 ]

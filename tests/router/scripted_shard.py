@@ -14,7 +14,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2, shard_pb2_grpc
-from lorikeet.proto.version import version
+from lorikeet.proto.version import TAKES_COLUMNS, version
 
 HEARTBEAT_S = 0.25
 
@@ -154,7 +154,8 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
     async def Serve(
         self, commands: AsyncIterator[shard_pb2.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[shard_pb2.StepOutput]:
-        stream = _Stream(self._shard)
+        takes_columns = TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ())
+        stream = _Stream(self._shard, takes_columns)
         self._shard.streams.append(stream)
         reader = asyncio.create_task(stream.read(commands))
         try:
@@ -175,8 +176,9 @@ class _Servicer(shard_pb2_grpc.ShardServicer):
 class _Stream:
     """One router's connection."""
 
-    def __init__(self, shard: ScriptedShard) -> None:
+    def __init__(self, shard: ScriptedShard, takes_columns: bool) -> None:
         self._shard = shard
+        self._takes_columns = takes_columns
         self._num_acknowledged = 0
         self._step = 0
         self.outputs: asyncio.Queue[shard_pb2.StepOutput] = asyncio.Queue()
@@ -217,6 +219,9 @@ class _Stream:
             output = _output(submit, script, ids, indices)
             if indices.stop >= len(ids) and not script.hangs:
                 self._finish(output, submit, script, ended=stop_at is not None)
+            elif start and len(indices) == 1 and not output.num_drafted and self._takes_columns:
+                self._send(columns=[_columns(output)])
+                continue
             self._send(output)
 
     async def _recite(self, submit: shard_pb2.Submit, outputs: Sequence[shard_pb2.RequestOutput]) -> None:
@@ -247,13 +252,14 @@ class _Stream:
     def tell(self, states: Sequence[shard_pb2.AdapterState]) -> None:
         self.outputs.put_nowait(shard_pb2.StepOutput(adapters=states))
 
-    def _send(self, *outputs: shard_pb2.RequestOutput) -> None:
+    def _send(self, *outputs: shard_pb2.RequestOutput, columns: Sequence[shard_pb2.TokenColumns] = ()) -> None:
         self._step += 1
         room = self._shard.credit_requests - len(self.tasks)
         credit = shard_pb2.Credit(
             num_requests=max(room, 0), num_kv_tokens=1_000_000, acknowledged=self._num_acknowledged
         )
-        self.outputs.put_nowait(shard_pb2.StepOutput(step=self._step, credit=credit, outputs=outputs))
+        output = shard_pb2.StepOutput(step=self._step, credit=credit, outputs=outputs, columns=columns)
+        self.outputs.put_nowait(output)
 
 
 def pooled_values(ids: Sequence[int], size: int) -> list[float]:
@@ -300,3 +306,14 @@ def _output(submit: shard_pb2.Submit, script: Script, ids: list[int], indices: r
                 output.prefill_alternative_ids.append(submit.prompt_ids[position] + rank)
                 output.prefill_alternative_logprobs.append(-0.5 - rank)
     return output
+
+
+def _columns(output: shard_pb2.RequestOutput) -> shard_pb2.TokenColumns:
+    """What a request gets that only decodes: one token without drafts."""
+    return shard_pb2.TokenColumns(
+        ids=[output.id],
+        token_ids=output.token_ids,
+        logprobs=output.logprobs,
+        alternative_ids=output.alternative_ids,
+        alternative_logprobs=output.alternative_logprobs,
+    )

@@ -156,10 +156,9 @@ class Shard:
         update = self.rig.outbox.take(EPOCH)
         if update.step_requests is not None:
             self.reported = update.step_requests
-        for message in write_update(update, pb.Heartbeat()):
-            self.stream.on_output(pb.StepOutput.FromString(message.SerializeToString()))
+        messages = write_update(update, pb.Heartbeat())
+        self.stream.on_outputs([pb.StepOutput.FromString(message.SerializeToString()) for message in messages])
         self.rig.outbox.sent(EPOCH, update)
-        self.stream.on_quiet()
 
 
 class Unwired:

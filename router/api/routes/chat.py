@@ -89,6 +89,9 @@ class ChatRoute(OpenAIRoute[ChatFields]):
             **listed(params.report, params.num_logprobs, whole.tokens),
         }
 
+    def _text_choice(self, text: str) -> dict[str, Any]:
+        return _delta(0, {"content": text})
+
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
         return [_delta(index, {"role": "assistant", "content": ""}) for index in range(num_choices)]
 

@@ -106,7 +106,10 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         if visible.prompt_ids is not None:
             more["prompt_token_ids"], visible.prompt_ids = visible.prompt_ids, None
         if text or logprobs or finish or more.get("token_ids") or more.get("tokens"):
-            yield {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish} | more
+            yield self._text_choice(text) | {"index": index, "logprobs": logprobs, "finish_reason": finish} | more
+
+    def _text_choice(self, text: str) -> dict[str, Any]:
+        return {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
 
     def _logprobs(self, tokens: list[tuple[OutputToken, int]], params: CompletionFields) -> Logprobs:
         """`logprobs` of a choice, for its visible tokens."""

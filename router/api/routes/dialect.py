@@ -19,7 +19,7 @@ from lorikeet.router.api.answer_parts import (
 )
 from lorikeet.router.api.prepare import PreparedRequest, Prompt, Prompts, Timing, check_room, log_fields
 from lorikeet.router.api.routes.chat import ChatRoute
-from lorikeet.router.api.streaming import ClientWatch, named_event
+from lorikeet.router.api.streaming import ClientWatch, TextEvents, named_event
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import ContentDelta, Event, ReasoningDelta, ToolCallBegin, whole_call
 from lorikeet.router.output.reader import Reader
@@ -130,11 +130,13 @@ class DialectRoute(ChatRoute):
         prompts: list[Prompt],
         generations: list[Generation],
         readers: list[Reader],
+        writer: TextEvents,
     ) -> AsyncGenerator[bytes, None]:
+        """Of all tokens: `writer` is not used, because the events of these APIs differ in more than their text."""
         assert isinstance(params, DialectRequest)
-        writer, visible = self._writer(params, generations[0]), VisibleTokens()
+        dialect, visible = self._writer(params, generations[0]), VisibleTokens()
         num_generated, reasoning = 0, list[str]()
-        if first := writer.begin():
+        if first := dialect.begin():
             yield b"".join(map(named_event, first))
         try:
             async for _, chunk in interleave(generations):
@@ -145,15 +147,15 @@ class DialectRoute(ChatRoute):
                 events = await readers[0].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
                 reasoning += [event.text for event in events if isinstance(event, ReasoningDelta)]
                 logprobs = self._logprobs(params, chunk.tokens, chunk.text, chunk.finish_reason, visible)
-                if lines := writer.add(events, logprobs["content"] if logprobs is not None else []):
+                if lines := dialect.add(events, logprobs["content"] if logprobs is not None else []):
                     yield b"".join(map(named_event, lines))
             receipts = await self._receipt(generations)
             num_reasoning = await count_reasoning(["".join(reasoning)], generations)
             counts = usage(params, len(prompts[0].ids), generations, num_reasoning)
-            last = writer.end(counts, receipts | metrics(generations))
+            last = dialect.end(counts, receipts | metrics(generations))
         except RouterError as error:
             request.state.failure = error
-            last = writer.fail(error)
+            last = dialect.fail(error)
         yield b"".join(map(named_event, last))
 
 

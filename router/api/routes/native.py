@@ -12,6 +12,7 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.router.api.answer_parts import (
     Completed,
@@ -36,7 +37,7 @@ from lorikeet.router.api.prepare import (
     prepare,
 )
 from lorikeet.router.api.service import Routes, Service
-from lorikeet.router.api.streaming import ClientWatch, EventStream, event
+from lorikeet.router.api.streaming import ClientWatch, EventStream, EventWriter, event
 from lorikeet.router.error_answers import lorax_body
 from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.generation import Generation
@@ -52,10 +53,10 @@ from lorikeet.router.schemas.native import (
 from lorikeet.router.schemas.openai import ReportFields
 from lorikeet.router.text.tokenizer import Tokenizer
 
-_TOKEN_EVENT = (
-    b'data: {"token":{"id":%d,"text":%b,"logprob":%b,"special":%b,"skipped":%b,"source":"%b"},'
-    b'"generated_text":null,"details":null}\n\n'
-)
+_TOKEN_EVENT = b'data: {"token":{"id":%d,"text":%b,"logprob":%b,%b},"generated_text":null,"details":null}\n\n'
+_FLAGS = b'"special":%b,"skipped":%b,"source":"%b"'
+_PLAIN = _FLAGS % (b"false", b"false", SOURCE_NAMES[pb.SOURCE_TARGET].encode())
+"""Of a token without drafts that is not special."""
 
 _PREDICT_DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
 _PREDICT_TOKENS = 4
@@ -160,34 +161,36 @@ class NativeRoutes(Routes):
         """A stream that starts once the adapter is resolved. Its status is 200 even after a failure, as in LoRAX."""
         timing, ignored = Timing(arrived_at), ignored_fields(native.ignored())
         generation: Generation | None = None
+        writer = _TokenEvents()
         try:
             async with ClientWatch(request.receive):
                 prepared = await self._prepare(request, native, timing, streaming=True)
                 [generation] = prepared.generations
                 await named(prepared.generations)
-            events = self._events(request, native, generation)
+            events = self._events(request, native, generation, writer)
         except RouterError as error:
             request.state.failure = error
             events = _only(event(lorax_body(error)))
         headers = stream_headers(self._service, len(native.text), generation) | ignored
-        return EventStream(events, headers, on_close=None if generation is None else generation.cancel)
+        on_close = None if generation is None else generation.cancel
+        return EventStream(events, headers, on_close=on_close, writer=writer)
 
     async def _events(
-        self, request: Request, native: GenerateRequest, generation: Generation
+        self, request: Request, native: GenerateRequest, generation: Generation, writer: "_TokenEvents"
     ) -> AsyncGenerator[bytes, None]:
-        """One item per chunk with an event per token; a failure is the last event, since the status is already sent."""
+        """One item per chunk with an event per token, but for what `writer` writes. A failure is the last event, since
+        the status is already sent.
+        """
         sent = generation.request
         try:
-            texts: list[str] = []
-            num_tokens = 0
             while True:
-                chunk = await generation.next()
-                texts.append(chunk.text)
-                num_tokens += len(chunk.tokens)
+                chunk = await generation.next(writer)
+                writer.texts.append(chunk.text)
                 if chunk.finish_reason is not None:
                     break
                 if chunk.tokens:
                     yield b"".join([self._token_event(token, native) for token in chunk.tokens])
+            num_tokens = generation.num_generated
             request.state.log_fields = log_fields(sent, num_tokens, chunk.finish_reason)
             details: dict[str, Any] | None = None
             if native.parameters.details:
@@ -198,7 +201,7 @@ class NativeRoutes(Routes):
                     "seed": sent.sampling.seed if sent.sampling.do_sample else None,
                     **_speculation_details(generation),
                 }
-            whole = Completed(seed=sent.sampling.seed, text="".join(texts))
+            whole = Completed(seed=sent.sampling.seed, text="".join(writer.texts))
             last = [self._token_event(token, native) for token in chunk.tokens[:-1]]
             final = {"generated_text": self._shown_text(native, whole), "details": details}
             final = (self._token_fields(chunk.tokens[-1], native) if chunk.tokens else {"token": None}) | final
@@ -349,13 +352,20 @@ def listed(report: ReportFields, num_alternatives: int | None, tokens: list[Outp
     return {**ids, "tokens": [token_fields(token, count) for token in tokens]}
 
 
+class _TokenEvents(EventWriter):
+    """One event for each token."""
+
+    def event_of(self, token_id: int, text: str, logprob: float) -> bytes:
+        """The event of one token."""
+        return _TOKEN_EVENT % (token_id, orjson.dumps(text), _number(logprob), _PLAIN)
+
+
+def _number(logprob: float) -> bytes:
+    return orjson.dumps(round(logprob, 7))
+
+
 def token_event(token: OutputToken) -> bytes:
     """The event of a token without alternatives: formatted by hand, which halves the time per token."""
-    return _TOKEN_EVENT % (
-        token.id,
-        orjson.dumps(token.text),
-        orjson.dumps(round(token.logprob, 7)),
-        b"true" if token.special else b"false",
-        b"true" if token.skipped else b"false",
-        SOURCE_NAMES[token.source].encode(),
-    )
+    flags = b"true" if token.special else b"false", b"true" if token.skipped else b"false"
+    source = SOURCE_NAMES[token.source].encode()
+    return _TOKEN_EVENT % (token.id, orjson.dumps(token.text), _number(token.logprob), _FLAGS % (*flags, source))

@@ -41,11 +41,11 @@ from lorikeet.router.api.prepare import (
     prepare,
 )
 from lorikeet.router.api.service import Routes, Service
-from lorikeet.router.api.streaming import DONE, ClientWatch, EventStream, event
+from lorikeet.router.api.streaming import DONE, ClientWatch, EventStream, TextEvents, event
 from lorikeet.router.error_answers import openai_body
 from lorikeet.router.errors import RouterError
 from lorikeet.router.output.events import Event, ReasoningDelta
-from lorikeet.router.output.reader import Reader
+from lorikeet.router.output.reader import PlainReader, Reader
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Caller, FinishReason, OutputChunk
 from lorikeet.router.schemas.openai import OpenAIRequest, check_lengths, check_texts
@@ -119,6 +119,10 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
     ) -> Iterator[dict[str, Any]]:
         """The choices of a stream that `chunk` gives, one per event. `events` are those of its reader."""
 
+    @abstractmethod
+    def _text_choice(self, text: str) -> dict[str, Any]:
+        """The choice of a stream for a further text, where nothing is reported of its tokens."""
+
     def _first_choices(self, num_choices: int) -> list[dict[str, Any]]:
         """What a stream starts with."""
         return []
@@ -166,8 +170,9 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         ignored = ignored_fields([*params.ignored, *prepared.ignored])
         if stream:
             headers = stream_headers(service, characters, generations[0]) | ignored
-            events = self._events(request, params, prompts, generations, readers)
-            return EventStream(events, headers, on_close=close)
+            writer = TextEvents()
+            events = self._events(request, params, prompts, generations, readers, writer)
+            return EventStream(events, headers, on_close=close, writer=writer)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
         num_generated = 0 if params.only_prompt else sum(len(sequence.tokens) for sequence in sequences)
         num_skipped = sum(sequence.num_skipped for sequence in sequences)
@@ -260,7 +265,9 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         prompts: list[Prompt],
         generations: list[Generation],
         readers: list[Reader],
+        writer: TextEvents,
     ) -> AsyncGenerator[bytes, None]:
+        """The events that `writer` does not write."""
         frame = self._envelope(self.chunk_name, params)
         echoed = [prompts[index // params.best_of].text if params.echo else "" for index in range(len(generations))]
         visible = [VisibleTokens(text) for text in echoed]
@@ -280,14 +287,17 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         if first := self._first_choices(len(generations)):
             fields = shared() | self._prompt_fields(params, prompts)
             yield b"".join(event(frame.around([choice]) | fields) for choice in first)
+        is_plain = _differs_in_text(params, readers)
+        if is_plain:
+            writer.set_form(lambda text: event(frame.around([self._text_choice(text)]) | shared()))
         try:
-            async for index, chunk in interleave(generations):
+            async for index, chunk in interleave(generations, writer if is_plain else None):
                 if params.only_prompt:
                     chunk.tokens, chunk.text = [], ""
                 num_generated += len(chunk.tokens)
                 if chunk.finish_reason is not None:
-                    sent = generations[index].request
-                    request.state.log_fields = log_fields(sent, num_generated, chunk.finish_reason)
+                    sent, num_tokens = generations[index].request, num_generated + len(writer.texts)
+                    request.state.log_fields = log_fields(sent, num_tokens, chunk.finish_reason)
                 events: list[Event] = []
                 if readers:
                     events = await readers[index].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
@@ -307,3 +317,11 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
+
+
+def _differs_in_text(params: OpenAIRequest, readers: list[Reader]) -> bool:
+    """Whether the events of a stream differ in their text alone, except for the first and the last one."""
+    report = params.report
+    lists_tokens = params.num_logprobs is not None or report.token_ids or report.tokens
+    is_counted = params.only_prompt or report.continuous_usage
+    return not (lists_tokens or is_counted) and all(isinstance(reader, PlainReader) for reader in readers)

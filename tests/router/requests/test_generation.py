@@ -413,3 +413,53 @@ def test_a_token_with_more_than_text_is_left_to_feed(tokenizer: Tokenizer, field
 def test_columns_of_unequal_lengths_are_refused(fields: dict[str, list[int]]) -> None:
     with pytest.raises(ValueError, match="columns differ in length"):
         ColumnRows(pb.TokenColumns(**{"ids": [7, 8], "token_ids": [1, 2], **fields}))
+
+
+class Written:
+    """A connection that takes some tokens at once."""
+
+    def __init__(self, takes: list[bool]) -> None:
+        self._takes = iter(takes)
+        self.shown: list[tuple[int, str, float]] = []
+
+    def write(self, token_id: int, text: str, logprob: float) -> bool:
+        is_taken = next(self._takes)
+        if is_taken:
+            self.shown.append((token_id, text, logprob))
+        return is_taken
+
+
+@given(takes=st.lists(st.booleans(), min_size=60, max_size=60), pauses=st.lists(st.integers(0, 3), max_size=20))
+@settings(max_examples=60, deadline=None)
+def test_tokens_that_are_written_and_those_that_are_read_are_all_tokens_in_order(
+    tokenizer: Tokenizer, takes: list[bool], pauses: list[int]
+) -> None:
+    fed = Fed(tokenizer)
+    ids = [*fed.ids(" the héllo … fox jumps over the dog ↯ and ends"), 2, *fed.ids(" here")]
+    writer, memory = Written(takes), fed.generation.charge
+
+    async def read() -> None:
+        while (chunk := await fed.generation.next(writer)).finish_reason is None:
+            writer.shown += [(token.id, token.text, token.logprob) for token in chunk.tokens]
+        writer.shown += [(token.id, token.text, token.logprob) for token in chunk.tokens]
+
+    async def run() -> None:
+        reading = asyncio.ensure_future(read())
+        times = iter(pauses)
+        for index, token_id in enumerate(ids):
+            if not fed.generation.feed_token(token_id, -index / 8, 6.0):
+                fed.feed([token_id], logprobs=[-index / 8])
+            if num_turns := next(times, 3):  # else the next token came with this one
+                fed.generation.wake()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+        fed.feed([], finish_reason=pb.FINISH_LENGTH)
+        fed.generation.wake()
+        await reading
+
+    asyncio.run(run())
+    alone = Fed(tokenizer)
+    alone.feed(ids, logprobs=[-index / 8 for index in range(len(ids))])
+    assert writer.shown == [(token.id, token.text, token.logprob) for token in alone.chunk().tokens]
+    assert fed.generation.emitted_ids == ids
+    assert memory.num_unread == 0

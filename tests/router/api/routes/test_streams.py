@@ -1,6 +1,7 @@
 """Resumable requests over real sockets: what a closed connection does to them, who may read them, how they end."""
 
 import asyncio
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from lorikeet.adapters.keys import sha256
+from lorikeet.router.api.streaming import EventWriter
 from lorikeet.router.kept_streams import StreamLimits
 from tests.router.serving import MODEL_ID, Serving, parse_events, serving
 
@@ -21,6 +23,7 @@ ROUTES: list[tuple[str, dict[str, Any]]] = [
     ("/generate_stream", {"inputs": "Hi", "parameters": {"details": True, "seed": 1}}),
     ("/", {"inputs": "Hi", "stream": True}),
     ("/v1/completions", {"model": MODEL_ID, "prompt": "Hi", "stream": True, "logprobs": 1}),
+    ("/v1/completions", {"model": MODEL_ID, "prompt": "Hi", "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/chat/completions", {"model": MODEL_ID, "messages": [{"role": "user", "content": "Hi"}], "stream": True}),
 ]
 
@@ -78,9 +81,36 @@ async def test_a_stream_is_read_on_after_its_connection_closed(
     await server.idle()
 
 
+@pytest.mark.parametrize(("path", "body"), [ROUTES[0], ROUTES[3], ROUTES[4]])
+async def test_most_tokens_are_written_without_waking_the_task_of_their_stream(
+    server: Serving, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+) -> None:
+    written = list[bool]()
+    write = EventWriter.write
+
+    def counted(self: EventWriter, token_id: int, text: str, logprob: float) -> bool:
+        written.append(write(self, token_id, text, logprob))
+        return written[-1]
+
+    monkeypatch.setattr(EventWriter, "write", counted)
+    server.says(TEXT + "é…", step_seconds=0.01)
+    events = await server.events(path, body | {"max_tokens": 21} if "model" in body else body)
+    assert sum(written) >= len(TEXT) - 4
+    told = "".join(re.findall(r'"(?:text|content)":"([^"]*)"', "".join(map(dumped, events))))
+    assert told == TEXT + "é…"
+    written.clear()
+    response = await server.client.post(path, json=body, headers=RESUMABLE)
+    assert parse_events(response.text)[-1] == events[-1] and not any(written)
+    await server.idle()
+
+
+def dumped(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
 NAMED_EVENTS: list[tuple[str, dict[str, Any]]] = [
     ("/v1/responses", {"model": MODEL_ID, "input": "Hi", "stream": True}),
-    ("/v1/messages", {"model": MODEL_ID, "max_tokens": 30, "messages": ROUTES[3][1]["messages"], "stream": True}),
+    ("/v1/messages", {"model": MODEL_ID, "max_tokens": 30, "messages": ROUTES[4][1]["messages"], "stream": True}),
 ]
 
 
