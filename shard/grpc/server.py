@@ -24,7 +24,7 @@ from lorikeet.proto import shard_pb2_grpc
 from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
-from lorikeet.shard.grpc.streams import Inbox, LearningAsked, Outbox, StreamEnded, StreamOpened
+from lorikeet.shard.grpc.streams import Inbox, LearningAsked, Outbox, StreamEnded, StreamOpened, StreamTooSlow
 
 log = structlog.get_logger()
 
@@ -79,30 +79,46 @@ class ShardService(shard_pb2_grpc.ShardServicer):
 
     async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
         facts = await asyncio.shield(self.facts)
-        epoch = next(self._epochs)
-        loop, called = asyncio.get_running_loop(), asyncio.Event()
-        takes_columns = TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ())
-        self._outbox.open(epoch, wake=lambda: loop.call_soon_threadsafe(called.set))
+        epoch, loop = next(self._epochs), asyncio.get_running_loop()
+        called, slow = asyncio.Event(), _Interruption()
+        self._outbox.open(
+            epoch,
+            wake=lambda: loop.call_soon_threadsafe(called.set),
+            end=lambda: loop.call_soon_threadsafe(slow.interrupt),
+        )
         self._inbox.put(StreamOpened(epoch))
         log.info("stream_opened", stream=epoch)
         reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called))
         try:
-            is_last = False
-            while not (is_last or reader.done()):
-                is_last = self.ended.is_set()
-                await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
-                called.clear()
-                update = self._outbox.take(epoch)
-                for message in write_update(update, heartbeat(facts), takes_columns):
-                    await context.write(message)
-                self._outbox.sent(epoch, update)
-            if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
-                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
+            await self._write(epoch, context, facts, reader, called)
+        except (StreamTooSlow, asyncio.CancelledError) as error:
+            if not (slow.is_over or isinstance(error, StreamTooSlow)):
+                raise
+            slow.is_over = True
         finally:
             reader.cancel()
             self._outbox.close(epoch)
             self._inbox.put(StreamEnded(epoch))
-            log.info("stream_ended", stream=epoch)
+            log.info("stream_ended", stream=epoch, is_slow=slow.is_over)
+        if slow.is_over:  # the router gets this once it reads again
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the outputs of this stream were not read")
+        if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
+
+    async def _write(
+        self, epoch: int, context: Any, facts: Facts, reader: "asyncio.Task[None]", called: asyncio.Event
+    ) -> None:
+        """Send updates until the router sends nothing more, or the shard ends. Raises StreamTooSlow."""
+        takes_columns = TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ())
+        is_last = False
+        while not (is_last or reader.done()):
+            is_last = self.ended.is_set()
+            await wait_for_event(called, 0 if is_last else HEARTBEAT_S)
+            called.clear()
+            update = self._outbox.take(epoch)
+            for message in write_update(update, heartbeat(facts), takes_columns):
+                await context.write(message)
+            self._outbox.sent(epoch, update)
 
     async def _read(
         self, epoch: int, commands: AsyncIterator[pb.Command], bounds: Bounds, ended: asyncio.Event
@@ -125,6 +141,20 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             await asyncio.sleep(POLL_S)
         while (pause_s := self._inbox.pause_of(epoch)) > 0:  # noqa: ASYNC110 - it may be paused again
             await asyncio.sleep(pause_s)
+
+
+class _Interruption:
+    """Ends once what the current task waits for."""
+
+    def __init__(self) -> None:
+        self._task = asyncio.current_task()
+        self.is_over = False
+        """Whether it was interrupted, or need not be any more."""
+
+    def interrupt(self) -> None:
+        if self._task is not None and not self.is_over:
+            self.is_over = True
+            self._task.cancel()
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:

@@ -1,7 +1,8 @@
 """Between the thread of gRPC and the step loop: `Inbox` queues the routers' commands, which the loop drains every
 iteration, and `Outbox` buffers the outputs of steps for the routers.
 
-The step loop never waits: outputs that a slow stream has not taken yet are merged. A stream is identified by its epoch.
+The step loop never waits: outputs that a slow stream has not taken yet are merged, and the stream ends where they take
+more than MAX_UNSENT_BYTES. A stream is identified by its epoch.
 `Outbox` depends neither on gRPC nor on the wire's messages.
 """
 
@@ -24,6 +25,10 @@ from lorikeet.shard.scheduler.adapter_slots import Content, Residency
 AdapterEvent = tuple[Residency, str]
 """Where an adapter is, and why it could not be loaded."""
 NO_SECONDS = (0.0, 0.0, 0.0)
+MAX_UNSENT_BYTES = 64 << 20
+"""Outputs of one stream that it has not taken."""
+OUTPUT_BYTES, TOKEN_BYTES, DETAIL_BYTES, COLUMNS_BYTES = 400, 80, 40, 400
+"""What an output takes, and each of its tokens and details; and columns, without their arrays."""
 TARGET, STEP_END = bytes([Source.TARGET]), b"\1"
 """`sources` and `step_ends` of a token that a step without drafts has sampled."""
 
@@ -56,6 +61,10 @@ class Details:
     prefill_alternative_ids: list[int] = field(default_factory=list)
     prefill_alternative_logprobs: list[float] = field(default_factory=list)
     prefill_ranks: list[int] = field(default_factory=list)
+
+    @property
+    def num_bytes(self) -> int:
+        return DETAIL_BYTES * sum(len(getattr(self, name)) for name in DETAILS)
 
     def merge(self, later: "Details") -> None:
         """Append those of a later step."""
@@ -93,6 +102,12 @@ class Output:
     @property
     def epoch(self) -> int:
         return self.key[0]
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of its memory."""
+        details = 0 if self.details is None else self.details.num_bytes
+        return OUTPUT_BYTES + TOKEN_BYTES * len(self.token_ids) + len(self.pooled) + details
 
     def merge(self, later: "Output") -> None:
         """Append the output of a later step."""
@@ -152,6 +167,14 @@ class TokenColumns:
     def num_alternatives(self) -> int:
         """k."""
         return 0 if self.alternative_ids is None else self.alternative_ids.shape[1]
+
+    @property
+    def num_bytes(self) -> int:
+        """An estimate of its memory."""
+        num_bytes = COLUMNS_BYTES + 2 * self.ids.nbytes + 2 * self.token_ids.nbytes
+        if self.alternative_ids is not None:
+            num_bytes += 2 * self.alternative_ids.nbytes
+        return num_bytes
 
     def outputs(self) -> Iterator[Output]:
         """The outputs, request by request."""
@@ -244,12 +267,18 @@ class StreamUpdate:
         return (status.credit_requests, status.credit_tokens, status.expected_ms, self.acknowledged)
 
 
+class StreamTooSlow(Exception):
+    """The outputs that a stream has not taken were too many: they are gone."""
+
+
 class StreamBuffer:
     """The update that one stream has not taken yet."""
 
-    def __init__(self, wake: Callable[[], object]) -> None:
-        self.wake = wake
+    def __init__(self, wake: Callable[[], object], end: Callable[[], object]) -> None:
+        self.wake, self.end = wake, end
         self.update = StreamUpdate()
+        self.num_bytes = 0
+        """Memory of the outputs of `update`."""
         self.outputs: dict[int, Output] = {}
         """Outputs of `update` after its last columns, by request id: further ones are merged into them."""
         self.is_announced = True
@@ -265,6 +294,7 @@ class StreamBuffer:
 
     def add(self, output: Output | TokenColumns) -> None:
         """Append an output, or merge it into the one that the stream has not taken yet."""
+        self.num_bytes += output.num_bytes
         if isinstance(output, TokenColumns):
             self.update.outputs.append(output)
             self.outputs = {}
@@ -284,10 +314,12 @@ class Outbox:
         self._sent = threading.Condition(self._lock)
         self._buffers: dict[int, StreamBuffer] = {}
 
-    def open(self, epoch: int, wake: Callable[[], object]) -> None:
-        """`wake` is called from the step loop's thread when there is an update to take."""
+    def open(self, epoch: int, wake: Callable[[], object], end: Callable[[], object] = lambda: None) -> None:
+        """From the step loop's thread, `wake` is called when there is an update to take, and `end` when the stream is
+        too slow: nothing more is buffered for it.
+        """
         with self._lock:
-            self._buffers[epoch] = StreamBuffer(wake)
+            self._buffers[epoch] = StreamBuffer(wake, end)
 
     def close(self, epoch: int) -> None:
         with self._lock:
@@ -336,6 +368,7 @@ class Outbox:
             for output in outputs:
                 if output.epoch in self._buffers:
                     self._buffers[output.epoch].add(output)
+            self._end_slow_streams()
             for epoch, buffer in self._buffers.items():
                 update = buffer.update
                 update.status = status
@@ -349,11 +382,19 @@ class Outbox:
                 if update.outputs or update.adapters or update.routing_state != buffer.last_sent:
                     buffer.call()
 
+    def _end_slow_streams(self) -> None:
+        slow = [epoch for epoch, buffer in self._buffers.items() if buffer.num_bytes > MAX_UNSENT_BYTES]
+        for epoch in slow:
+            self._buffers.pop(epoch).end()
+        if slow:
+            self._sent.notify_all()
+
     def take(self, epoch: int) -> StreamUpdate:
-        """Take everything that is buffered for a stream."""
+        """Take everything that is buffered for a stream. Raises StreamTooSlow."""
         with self._lock:
-            buffer = self._buffers[epoch]
-            taken = buffer.update
+            if (buffer := self._buffers.get(epoch)) is None:
+                raise StreamTooSlow
+            taken, buffer.num_bytes = buffer.update, 0
             buffer.update = StreamUpdate(status=taken.status, acknowledged=taken.acknowledged)
             buffer.outputs, buffer.is_called, buffer.last_sent = {}, False, taken.routing_state
             return taken

@@ -188,4 +188,11 @@ MUTANTS = [
         "most = self._merges(), max(num_bytes, self._capacity)",
         "tests/adapters/test_store.py::test_merges_of_a_caller_have_a_part_of_the_folder",
     ),
+    Mutant(
+        "a shard keeps all outputs that a router does not read",
+        "shard/grpc/streams.py",
+        "            self._end_slow_streams()\n            for",
+        "            for",
+        "tests/shard/grpc/test_outbox.py::test_outputs_that_are_not_taken_are_limited",
+    ),
 ]

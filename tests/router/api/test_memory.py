@@ -8,15 +8,24 @@ import types
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from lorikeet.adapters.keys import sha256
+from lorikeet.adapters.refs import Pin, SourceKind
 from lorikeet.adapters.sized_cache import ENTRY_BYTES, SizedCache
-from lorikeet.adapters.sources.registry import MAX_REFUSED_BYTES
+from lorikeet.adapters.sources.registry import (
+    MAX_REFUSED_BYTES,
+    MAX_REJECTED_BYTES,
+    MAX_RESOLVED_BYTES,
+    rejected_versions,
+)
 from lorikeet.proto.process import return_freed_memory
+from lorikeet.router.adapters import chat_templates, loading, tokenizers
+from lorikeet.router.adapters.chat_templates import OwnTemplates
 from tests.router.serving import Serving, serving
 
 pytestmark = pytest.mark.anyio
@@ -130,6 +139,40 @@ async def test_refusals_are_bounded_in_bytes(server: Serving, source: str, num_k
     assert len(rights._refusals) == num_kept
     assert num_kept * 450 <= rights._refusals.num_bytes <= MAX_REFUSED_BYTES
     assert len(rights._answers) == 0, "names that do not exist displace no others"
+
+
+async def test_what_is_known_of_adapters_is_bounded_in_bytes(server: Serving) -> None:
+    """Each cache is filled with more than it may hold."""
+    text = "x" * 1_000_000
+    rights = server.service.rights
+    resolved = SimpleNamespace(resolved=SimpleNamespace(real_id=text))
+    added = SimpleNamespace(tokens=range(20_000))
+    caches: list[tuple[Any, int, Any]] = [
+        (rights._answers, MAX_RESOLVED_BYTES, resolved),
+        (rights._refusals, MAX_REFUSED_BYTES, {"message": text}),
+        (server.service.templates._own, chat_templates.MAX_CACHED_BYTES, OwnTemplates(chat=text)),
+        (server.service.tokenizers._added, tokenizers._MAX_CACHED_BYTES, added),
+        (rejected_versions(), MAX_REJECTED_BYTES, 0.0),
+    ]
+    for cache, limit, value in caches:
+        for number in range(100):
+            pin = Pin(SourceKind.S3, f"{number}{text}", "revision")
+            cache.put((pin, "") if cache in (rights._answers, rights._refusals) else pin, value)
+        assert limit // 2 < cache.num_bytes <= limit and 0 < len(cache) < 100
+
+
+async def test_the_contents_that_are_known_are_limited(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "MAX_KNOWN", 2)
+    server.says("x")
+    for name in ("two", "three"):
+        server.adapter(name)
+    for name in ("one", "two", "three", "one"):
+        parameters = {"adapter_id": name, "adapter_source": "local", "max_new_tokens": 1}
+        assert (
+            await server.client.post("/generate", json={"inputs": "a", "parameters": parameters})
+        ).status_code == 200
+    assert len(server.service.admission.loading._known) == 2
+    assert len(server.loader.asked) == 4, "one that was forgotten is asked for again"
 
 
 def test_a_cache_forgets_what_is_old_and_what_is_too_much() -> None:

@@ -49,6 +49,23 @@ async def test_a_stream_that_nobody_reads_leaves_the_shard_and_goes_on_when_it_i
         await server.shard.until(lambda: server.dispatcher.memory.num_bytes == 0)
 
 
+async def test_less_may_wait_for_a_reader_while_all_outputs_take_much(
+    tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(generations, "MAX_BYTES", 400_000)
+    async with serving(tmp_path) as server:
+        server.says("a" * 1500)
+        memory = server.dispatcher.memory
+        memory.num_bytes = 190_000  # of others
+        writer = await unread(server, STREAM)
+        await server.shard.until(lambda: server.dispatcher.metrics.requests_held.values.get("", 0) > 0)
+        assert 200_000 < memory.num_bytes < 190_000 + generations.MAX_UNREAD_BYTES // 2
+        writer.close()
+        await server.idle()
+        await server.shard.until(lambda: memory.num_bytes == 190_000)
+        memory.num_bytes = 0
+
+
 async def test_a_stream_that_is_read_late_is_whole(
     tmp_path: Path, anyio_backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

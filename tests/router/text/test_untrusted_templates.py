@@ -126,3 +126,15 @@ async def test_prompts_that_cannot_be_tokenized_are_rejected(templates: Untruste
     with pytest.raises(ChatTemplateError):
         await render(templates, source, "a")
     assert await render(templates, "ok", "a") == "ok"
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"), [("{{ 'a' * 2147483648 }}", "memory"), ("{{ 'a' * 8388609 }}", "too long")]
+)
+async def test_memory_and_prompts_are_limited(
+    templates: UntrustedTemplates, monkeypatch: pytest.MonkeyPatch, source: str, reason: str
+) -> None:
+    monkeypatch.setattr(untrusted_templates, "SECONDS", 30.0)
+    with pytest.raises(ChatTemplateError, match=reason):
+        await render(templates, source, "a")
+    assert await render(templates, "ok", "b") == "ok"

@@ -3,7 +3,11 @@
 import threading
 import time
 
-from lorikeet.shard.grpc.streams import Outbox
+import numpy as np
+import pytest
+
+from lorikeet.shard.grpc import streams
+from lorikeet.shard.grpc.streams import Details, Outbox, Output, Status, StreamTooSlow, TokenColumns
 
 
 def opened(*epochs: int) -> tuple[Outbox, list[int]]:
@@ -55,6 +59,29 @@ def test_an_update_taken_before_does_not_count_as_sent() -> None:
     start = time.monotonic()
     outbox.announce_step([(1, 8)], wait_s=0.05)
     assert time.monotonic() - start >= 0.05
+
+
+def test_outputs_that_are_not_taken_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_UNSENT_BYTES", 100_000)
+    outbox, ended = Outbox(), list[int]()
+    for epoch in (1, 2):
+        outbox.open(epoch, lambda: None, lambda epoch=epoch: ended.append(epoch))  # type: ignore[misc]
+
+    def columns(epoch: int) -> TokenColumns:
+        return TokenColumns(epoch, np.arange(10, dtype=np.uint64), np.arange(10, dtype=np.int64))
+
+    for count in range(1000):
+        details = Details(alternative_ids=[1] * 20)
+        outbox.publish([Output((1, 5), [count], details=details), columns(1), columns(2)], Status(), {})
+        if ended:
+            break
+        outbox.take(2)
+    assert ended == [1] and 10 < count < 100
+    with pytest.raises(StreamTooSlow):
+        outbox.take(1)
+    outbox.publish([columns(1), columns(2)], Status(), {})
+    assert len(outbox.take(2).outputs) == 2, "another stream loses nothing"
+    outbox.close(1)
 
 
 def test_a_stream_that_ends_is_not_waited_for() -> None:

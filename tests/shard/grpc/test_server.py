@@ -15,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lorikeet.proto import digest, shard_pb2_grpc
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.shard.grpc import streams
 from lorikeet.shard.grpc.codec import Bounds
 from lorikeet.shard.grpc.server import Facts, Server, wait_for_event
 from lorikeet.shard.startup.model_files import ModelFiles
@@ -196,6 +197,31 @@ def test_outputs_for_a_slow_reader_are_merged(make_shard: Make, connect: Connect
         assert sum(len(output.alternative_ids) for output in outputs) == 20 * 200
         assert sum(len(output.logprobs) for output in outputs) == 200
     assert any(len(output.token_ids) > 1 for output in stream.outputs[0])
+
+
+def test_a_stream_that_is_not_read_ends_and_others_go_on(
+    make_shard: Make, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streams, "MAX_UNSENT_BYTES", 1 << 20)
+    shard = make_shard()
+    silent, other = connect(shard), connect(shard)
+    logprobs = pb.Logprobs(wanted=True, alternatives=40)
+    for first in range(0, 400, 8):  # the socket holds some of the outputs
+        silent.send(submits=[make_submit(first + i, [i, 2, 3], 200, logprobs=logprobs) for i in range(8)])
+    other.send(submits=[make_submit(1, [9], 60)])
+    other.read_until_ended(1)
+    assert other.tokens(1) == generate_alone([9], 60)
+    wait_until(lambda: shard.rig.scheduler.is_idle)
+    with pytest.raises(grpc.RpcError) as ended:
+        for _ in range(100_000):
+            silent.read()
+    assert ended.value.code() == grpc.StatusCode.RESOURCE_EXHAUSTED
+    for i, outputs in silent.outputs.items():
+        tokens = [token for output in outputs for token in output.token_ids]
+        assert tokens == generate_alone([i % 8, 2, 3], 200)[: len(tokens)], "nothing is missing within what was sent"
+    other.send(submits=[make_submit(2, [8], 20)])
+    other.read_until_ended(2)
+    shard.rig.assert_clean()
 
 
 def test_two_routers_may_use_the_same_ids(make_shard: Make, connect: Connect) -> None:
