@@ -22,6 +22,13 @@ MUTANTS = [
         f"{PRODUCTS}::test_the_bits_of_the_reference",
     ),
     Mutant(
+        "scales whose first row half precision holds are all rounded to it",
+        "shard/model/kernels/integer.py",
+        "if has_halves and not _holds_halves(part):",
+        "if not has_halves and _holds_halves(part):",
+        f"{PRODUCTS}::test_scales_of_which_half_precision_holds_the_first",
+    ),
+    Mutant(
         "products of 6 bits are added as often as those of 5",
         "shard/model/kernels/integer.h",
         "return high - low > 31 || group < BLOCK ? MIDDLE : LOW;",
@@ -87,8 +94,8 @@ MUTANTS = [
     Mutant(
         "all parts of a stored weight are packed over the first",
         "shard/model/kernels/integer.py",
-        "packed = self.packed[start * words * 2 :]",
-        "packed = self.packed",
+        "code.pack(ctypes.byref(self._matrix), start, ",
+        "code.pack(ctypes.byref(self._matrix), 0, ",
         f"{GGUF}/test_blocks.py::test_a_weight_in_parts_is_packed_as_a_whole",
     ),
     Mutant(

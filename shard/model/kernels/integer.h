@@ -4,8 +4,9 @@
 // in any order; what follows in float32 has one order, and no product is fused with a sum. So every processor computes
 // the same bits, for any number of rows.
 //
-// A panel is OUTPUTS rows of the matrix. It has a 32-bit word per row for each four terms of a sum in 8 bits, and for
-// each eight in 4 bits: the first four are the low halves of its bytes.
+// A panel is OUTPUTS rows of the matrix. Of each group it has the scales, the minimums if there are any, and the weights:
+// a 32-bit word per row for each four terms of a sum in 8 bits, and for each eight in 4 bits, of which the first four are
+// the low halves of its bytes. So a product of one row reads memory in one sequence.
 #pragma once
 #include <math.h>
 #include <omp.h>
@@ -94,11 +95,10 @@ typedef float floats __attribute__((vector_size(VECTOR), aligned(4)));
 typedef struct {
     int64_t num_out, num_in, group, bits;  // group: 16, a multiple of BLOCK, or num_in
     int64_t has_halves;                    // whether scales and minimums are in half precision
-    const uint8_t *packed;                 // [panels, words of a row, OUTPUTS, 4]
-    const int8_t *least;                   // [panels]: what is added to each stored weight
-    const uint8_t *depths;                 // [panels]
-    const void *scales;                    // [panels, groups, OUTPUTS]
-    const void *minimums;                  // of the same shape: what is added to each weight; or NULL
+    int64_t has_minimums;                  // which are added to the weights of a group
+    uint8_t *packed;                       // [panels, groups] of scales [OUTPUTS], minimums [OUTPUTS], weights
+    int8_t *least;                         // [panels]: what is added to each stored weight
+    uint8_t *depths;                       // [panels]
     const float *bias;                     // [num_out] or NULL
 } Matrix;
 
@@ -138,6 +138,18 @@ static inline Row row_at(const Matrix *m, const uint8_t *place) {
     return (Row){scales, offsets, (int32_t *)(offsets + num_groups(m)), (int8_t *)place + values_at(m)};
 }
 
+static inline int64_t scale_size(const Matrix *m) { return m->has_halves ? 2 : 4; }
+static inline int64_t parts_of_a_group(const Matrix *m) { return (m->group + part_size(m) - 1) / part_size(m); }
+
+// Bytes before the weights of a group.
+static inline int64_t scales_bytes(const Matrix *m) { return OUTPUTS * scale_size(m) * (m->has_minimums ? 2 : 1); }
+
+static inline int64_t group_bytes(const Matrix *m) {
+    return scales_bytes(m) + parts_of_a_group(m) * part_size(m) * m->bits / 8 * OUTPUTS;
+}
+
+int64_t panel_bytes(const Matrix *m) { return num_groups(m) * group_bytes(m); }
+
 // Bytes of a row of activations
 int64_t row_bytes(const Matrix *m) { return values_at(m) + num_blocks(m->num_in) * BLOCK; }
 
@@ -158,37 +170,46 @@ static int depth_of(const int8_t *rows, int64_t count, int64_t num_in, int64_t g
 #endif
 }
 
-// weights: [num_out, num_in], of 8 bits, or of 4 bits without `of_four` -> packed in whole blocks, with zeros beyond
-// num_out and num_in; least and depths: [panels]
-void pack(const int8_t *weights, int64_t num_out, int64_t num_in, int64_t group, int64_t bits, int64_t of_four,
-          uint8_t *packed, int8_t *least, uint8_t *depths) {
-    const int64_t panels = (num_out + OUTPUTS - 1) / OUTPUTS, terms = bits == 8 ? 4 : 8;
-    const int64_t width = num_blocks(num_in) * BLOCK / terms;
-#pragma omp parallel for
-    for (int64_t b = 0; b < panels; b++) {
-        const int8_t *rows = weights + b * OUTPUTS * num_in;
-        const int64_t count = num_out - b * OUTPUTS < OUTPUTS ? num_out - b * OUTPUTS : OUTPUTS;
-        least[b] = of_four;
-        depths[b] = bits == 8 ? depth_of(rows, count, num_in, group, least + b) : 0;
-        const int8_t taken = bits == 8 ? least[b] : 0;
-        const uint8_t filler = -least[b];
-        for (int64_t p = 0; p < width; p++)
-            for (int64_t c = 0; c < OUTPUTS; c++)
-                for (int64_t i = 0; i < 4; i++) {
-                    const int64_t k = p * terms + i;
-                    const int8_t *row = rows + c * num_in;
-                    uint8_t byte = c < count && k < num_in ? (uint8_t)(row[k] - taken) : filler;
-                    if (bits == 4) byte |= (c < count && k + 4 < num_in ? (uint8_t)row[k + 4] : filler) << 4;
-                    packed[((b * width + p) * OUTPUTS + c) * 4 + i] = byte;
-                }
-    }
+// values: of a group of `count` rows, `groups` apart, each of `size` bytes -> [OUTPUTS], zeros beyond count
+static void pack_scales(const uint8_t *values, int64_t count, int64_t groups, int64_t size, uint8_t *packed) {
+    memset(packed, 0, OUTPUTS * size);
+    for (int64_t c = 0; c < count; c++) memcpy(packed + c * size, values + c * groups * size, size);
 }
 
-// values: [num_out, groups] -> [panels, groups, OUTPUTS], zeros beyond num_out
-void pack_groups(const float *values, int64_t num_out, int64_t groups, float *packed) {
-    for (int64_t n = 0; n < (num_out + OUTPUTS - 1) / OUTPUTS * OUTPUTS; n++)
-        for (int64_t g = 0; g < groups; g++)
-            packed[(n / OUTPUTS * groups + g) * OUTPUTS + n % OUTPUTS] = n < num_out ? values[n * groups + g] : 0;
+// rows: `count` rows of weights -> the words of a group whose first term is `first`. `taken`: what 8 bits are stored
+// without; `filler`: what stands for zero.
+static void pack_words(const Matrix *m, const int8_t *rows, int64_t count, int64_t first, int8_t taken, uint8_t filler,
+                       uint8_t *packed) {
+    const int64_t num_in = m->num_in, terms = m->bits == 8 ? 4 : 8, end = first + parts_of_a_group(m) * part_size(m);
+    for (int64_t p = first; p < end; p += terms)
+        for (int64_t c = 0; c < OUTPUTS; c++)
+            for (int64_t k = p; k < p + 4; k++) {
+                const int8_t *row = rows + c * num_in;
+                uint8_t byte = c < count && k < num_in ? (uint8_t)(row[k] - taken) : filler;
+                if (m->bits == 4) byte |= (c < count && k + 4 < num_in ? (uint8_t)row[k + 4] : filler) << 4;
+                *packed++ = byte;
+            }
+}
+
+// Pack `count` rows of the matrix from `start` on, which begins a panel, in whole panels. weights: [count, num_in], of 8
+// bits, or of 4 bits without `of_four`; scales, minimums: [count, groups], in half precision where the matrix has it.
+void pack(const Matrix *m, int64_t start, int64_t count, int64_t of_four, const int8_t *weights, const uint8_t *scales,
+          const uint8_t *minimums) {
+    const int64_t groups = num_groups(m), size = scale_size(m);
+#pragma omp parallel for
+    for (int64_t first = 0; first < count; first += OUTPUTS) {
+        const int64_t panel = (start + first) / OUTPUTS, width = count - first < OUTPUTS ? count - first : OUTPUTS;
+        const int8_t *rows = weights + first * m->num_in;
+        int8_t *least = m->least + panel;
+        *least = of_four;
+        m->depths[panel] = m->bits == 8 ? depth_of(rows, width, m->num_in, m->group, least) : 0;
+        for (int64_t g = 0; g < groups; g++) {
+            uint8_t *place = m->packed + panel * panel_bytes(m) + g * group_bytes(m);
+            pack_scales(scales + (first * groups + g) * size, width, groups, size, place);
+            if (minimums) pack_scales(minimums + (first * groups + g) * size, width, groups, size, place + OUTPUTS * size);
+            pack_words(m, rows, width, g * m->group, m->bits == 8 ? *least : 0, -*least, place + scales_bytes(m));
+        }
+    }
 }
 
 // Compute x here: nothing that follows is computed together with it. gcc adds up integers in an order of its own, with
@@ -208,9 +229,9 @@ INLINE floats times(floats a, floats b) {
     return made;
 }
 
-// A vector of scales or minimums, from one of them on.
-INLINE floats load_scales(const Matrix *m, const void *scales, int64_t place) {
-    return m->has_halves ? WIDEN_HALVES((const uint16_t *)scales + place) : *(const floats *)((const float *)scales + place);
+// A vector of a panel's scales or minimums.
+INLINE floats load_scales(const Matrix *m, const uint8_t *scales, int v) {
+    return m->has_halves ? WIDEN_HALVES((const uint16_t *)scales + v * LANES) : ((const floats *)scales)[v];
 }
 
 INLINE float times_one(float a, float b) { return times(a - (floats){0}, b - (floats){0})[0]; }
@@ -333,9 +354,9 @@ INLINE void sum_4(const int rows, const uint8_t *w, const int8_t *x, int64_t str
 INLINE void panel_rows(const int rows, const int bits, const int depth, const int part, const int is_part,
                        const int has_least, const Matrix *m, int64_t panel, const uint8_t *x, int64_t stride,
                        element *y) {
-    const int64_t groups = num_groups(m), parts = is_part || m->group <= part ? 1 : (m->group + part - 1) / part;
-    const int64_t words = num_blocks(m->num_in) * BLOCK * bits / 32;
-    const uint8_t *w = m->packed + panel * words * 4 * OUTPUTS;
+    const int64_t groups = num_groups(m), parts = is_part ? 1 : parts_of_a_group(m);
+    const int64_t of_scales = scales_bytes(m), of_weights = parts * part * bits / 8 * OUTPUTS;
+    const uint8_t *w = m->packed + panel * groups * (of_scales + of_weights);
     const Row first_row = row_at(m, x);
     const int8_t *values = first_row.values;
     const int32_t least = m->least[panel];
@@ -343,6 +364,8 @@ INLINE void panel_rows(const int rows, const int bits, const int depth, const in
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < VECTORS; v++) totals[r][v] = (floats){0};
     for (int64_t g = 0; g < groups; g++) {
+        const uint8_t *scales_of_group = w, *minimums_of_group = w + OUTPUTS * scale_size(m);
+        w += of_scales;
         floats of_group[TILE][VECTORS];
         for (int r = 0; r < rows && !is_part; r++)
             for (int v = 0; v < VECTORS; v++) of_group[r][v] = (floats){0};
@@ -368,12 +391,12 @@ INLINE void panel_rows(const int rows, const int bits, const int depth, const in
             }
         }
         for (int v = 0; v < VECTORS; v++) {
-            const floats scales = load_scales(m, m->scales, (panel * groups + g) * OUTPUTS + v * LANES);
+            const floats scales = load_scales(m, scales_of_group, v);
             for (int r = 0; r < rows; r++) totals[r][v] += times(scales, of_group[r][v]);
         }
-        if (m->minimums)
+        if (m->has_minimums)
             for (int v = 0; v < VECTORS; v++) {
-                const floats minimums = load_scales(m, m->minimums, (panel * groups + g) * OUTPUTS + v * LANES);
+                const floats minimums = load_scales(m, minimums_of_group, v);
                 for (int r = 0; r < rows; r++) {
                     const float offset = *(const float *)((const uint8_t *)(first_row.offsets + g) + r * stride);
                     totals[r][v] += times(minimums, splat(offset));

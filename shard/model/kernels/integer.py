@@ -30,8 +30,8 @@ _ARGUMENTS: dict[str, tuple[list[Any], Any]] = {
     "outputs_of_a_panel": ([], _SIZE),
     "reads_halves": ([], _SIZE),
     "row_bytes": ([_POINTER], _SIZE),
-    "pack": ([_POINTER, *[_SIZE] * 5, *[_POINTER] * 3], None),
-    "pack_groups": ([_POINTER, _SIZE, _SIZE, _POINTER], None),
+    "panel_bytes": ([_POINTER], _SIZE),
+    "pack": ([_POINTER, *[_SIZE] * 3, *[_POINTER] * 3], None),
     "linear": ([_POINTER, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _INT], None),
 }
 _OF_LAYERS: dict[str, tuple[list[Any], Any]] = {
@@ -243,9 +243,13 @@ class _Matrix(ctypes.Structure):
     """`Matrix` of integer.c."""
 
     _fields_ = [
-        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits", "has_halves")),
-        *((name, _POINTER) for name in ("packed", "least", "depths", "scales", "minimums", "bias")),
+        *((name, _SIZE) for name in ("num_out", "num_in", "group", "bits", "has_halves", "has_minimums")),
+        *((name, _POINTER) for name in ("packed", "least", "depths", "bias")),
     ]
+
+
+class _NotHalves(Exception):
+    """Half precision does not hold the scales of a weight."""
 
 
 class PackedIntegers:
@@ -253,48 +257,46 @@ class PackedIntegers:
 
     def __init__(self, weight: IntegerWeight | StoredWeight, bias: torch.Tensor | None) -> None:
         """bias: [out] float32. Raises CompilerMissing."""
+        self.bias, self.num_out = bias, weight.shape[0]
+        # as in most files: a product of few rows is as fast as the memory
+        has_halves = bool(_load(torch.float32).reads_halves()) and _holds_halves(weight.read(0, 1))
+        try:
+            self._pack(weight, has_halves)
+        except _NotHalves:
+            self._pack(weight, has_halves=False)
+
+    def _pack(self, weight: IntegerWeight | StoredWeight, has_halves: bool) -> None:
+        """Raises _NotHalves where a scale is not what `has_halves` says."""
         code = _load(torch.float32)
-        num_out, (num_in, bits, group, has_no_minimums) = weight.shape[0], weight.kind
+        num_in, bits, group, has_no_minimums = weight.kind
         least = -MIDDLE if bits == 4 and has_no_minimums else 0
-        panel = code.outputs_of_a_panel()
-        num_panels, words = -(-num_out // panel), -(-num_in // BLOCK) * BLOCK * bits // 32
-        num_groups = num_in // group
-        # [panels, words of a row, outputs of a panel, 4], half as many elements of twice the size
-        self.packed = _pool.empty(num_panels * words * panel * 2)
+        num_panels = -(-self.num_out // code.outputs_of_a_panel())
+        sizes = (self.num_out, num_in, group, bits, has_halves, not has_no_minimums)
+        panel_bytes = code.panel_bytes(ctypes.byref(_Matrix(*sizes)))
+        # opaque, half as many elements of twice the size
+        self.packed = _pool.empty(num_panels * panel_bytes // 2)
         # [2, panels] what is added to stored weights (int8), and how many sums are added in 16 bits
         self.of_panels = torch.empty(2, num_panels, dtype=torch.uint8)
-        # [panels, groups, outputs of a panel]
-        self.scales = torch.empty(num_panels * num_groups * panel)
-        self.minimums = None if has_no_minimums else torch.empty_like(self.scales)
+        held = (self.packed.data_ptr(), *(row.data_ptr() for row in self.of_panels))
+        self._without_bias = _Matrix(*sizes, *held, None)
+        self._matrix = _Matrix(*sizes, *held, None if self.bias is None else self.bias.data_ptr())
+        self.row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))
 
         def put(start: int, part: IntegerWeight) -> None:
-            values = part.values.contiguous()
-            of_panels = (row[start // panel :].data_ptr() for row in self.of_panels)
-            packed = self.packed[start * words * 2 :]
-            code.pack(values.data_ptr(), len(values), num_in, group, bits, least, packed.data_ptr(), *of_panels)
-            _pack_groups(code, part.scales, self.scales[start * num_groups :])
-            if part.minimums is not None and self.minimums is not None:
-                _pack_groups(code, part.minimums, self.minimums[start * num_groups :])
+            if has_halves and not _holds_halves(part):
+                raise _NotHalves
+            dtype = torch.float16 if has_halves else torch.float32
+            of_groups = (part.scales, part.minimums)
+            scales, minimums = (None if each is None else each.to(dtype).contiguous() for each in of_groups)
+            tensors = (part.values.contiguous(), scales, minimums)  # held until the call returns
+            code.pack(ctypes.byref(self._matrix), start, len(part.values), least, *map(_address, tensors))
 
         _for_each_part(weight, put)
-        has_halves = bool(code.reads_halves()) and all(
-            torch.equal(values.half().float(), values) for values in (self.scales, self.minimums) if values is not None
-        )
-        if has_halves:  # as in most files: a product of few rows is as fast as the memory
-            self.scales = self.scales.half()
-            self.minimums = None if self.minimums is None else self.minimums.half()
-        self.bias, self.num_out = bias, num_out
-        sizes = (num_out, num_in, group, bits, has_halves)
-        tensors = (self.packed, *self.of_panels, self.scales, self.minimums)
-        held = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        self._without_bias = _Matrix(*sizes, *held, None)
-        self._matrix = _Matrix(*sizes, *held, None if bias is None else bias.data_ptr())
-        self.row_bytes: int = code.row_bytes(ctypes.byref(self._matrix))
 
     @property
     def nbytes(self) -> int:
         """Bytes of the weight and its scales."""
-        return sum(tensor.nbytes for tensor in (self.packed, self.scales, self.minimums) if tensor is not None)
+        return self.packed.nbytes
 
     @property
     def address(self) -> int:
@@ -313,10 +315,14 @@ class PackedIntegers:
         return y
 
 
-def _pack_groups(code: ctypes.CDLL, values: torch.Tensor, packed: torch.Tensor) -> None:
-    """values: [out, groups] float32. Writes [padded * groups] to `packed`."""
-    in_order = values.contiguous()  # held until the call returns
-    code.pack_groups(in_order.data_ptr(), *values.shape, packed.data_ptr())
+def _holds_halves(weight: IntegerWeight) -> bool:
+    """Whether half precision holds all scales and minimums."""
+    of_groups = (values for values in (weight.scales, weight.minimums) if values is not None)
+    return all(torch.equal(values.half().float(), values) for values in of_groups)
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def gate_times(gate: torch.Tensor, up: torch.Tensor, is_tanh: bool = False) -> torch.Tensor:

@@ -110,6 +110,18 @@ def test_scales_that_half_precision_holds(kind: str) -> None:
         assert packed.nbytes < PackedIntegers(weight, None).nbytes
 
 
+@pytest.mark.parametrize("changed", ["scales", "minimums"])
+@pytest.mark.usefixtures("code")
+def test_scales_of_which_half_precision_holds_the_first(changed: str) -> None:
+    weight = drawn("4 bits, groups of 32, minimums", 100, 256)
+    assert weight.minimums is not None
+    values = {"scales": weight.scales.half().float(), "minimums": weight.minimums.half().float()}
+    values[changed][-1, -1] = 0.1
+    packed, x = PackedIntegers(IntegerWeight(4, weight.values, **values), None), rows_of(3, 256, torch.float32)
+    expected = plain_product(x, IntegerWeight(4, weight.values, **values), None)
+    assert torch.equal(packed.product(x, with_bias=False), expected)
+
+
 def test_scales_and_minimums_may_lie_in_any_order() -> None:
     weight = drawn("4 bits, groups of 32, minimums", 40, 256)
     assert weight.minimums is not None
@@ -212,7 +224,7 @@ def test_a_word_is_stored_per_row_of_a_panel(values: list[int]) -> None:
     matrix = PackedIntegers(weight, None)
     least = int(matrix.of_panels[0].view(torch.int8)[0])
     panel = integer._load(torch.float32).outputs_of_a_panel()
-    words = matrix.packed.view(torch.uint8).view(8, panel, 4)  # a whole block
+    words = matrix.packed.view(torch.uint8)[-8 * panel * 4 :].view(8, panel, 4)  # a whole block, after the scales
     stored = [(value - least) % 256 for value in values]
     assert words[:2, 0].tolist() == [stored[:4], stored[4:]]
     assert (words[:, 1:] == -least % 256).all() and (words[2:] == -least % 256).all()
@@ -228,4 +240,4 @@ def test_two_threads_compute_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_matrix_is_laid_out_as_in_c() -> None:
-    assert ctypes.sizeof(integer._Matrix) == 11 * 8
+    assert ctypes.sizeof(integer._Matrix) == 10 * 8
