@@ -16,6 +16,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable
 from enum import Enum
 from hashlib import blake2b
+from itertools import compress
+from operator import not_
 
 from lorikeet.shard.requests.request import Request
 
@@ -174,9 +176,9 @@ class KvCache:
         unowned = sorted([*self._free, *self._cached])
         faults = {
             "owner counts": num_owners != self._num_owners,
-            "free + cached + owned": unowned != [page for page, count in enumerate(num_owners) if not count],
-            "hash of a free page": any(page in self._hash_by_page for page in self._free),
-            "cached page without hash": any(page not in self._hash_by_page for page in self._cached),
+            "free + cached + owned": unowned != list(compress(range(self.num_pages), map(not_, num_owners))),
+            "hash of a free page": not self._hash_by_page.keys().isdisjoint(self._free),
+            "cached page without hash": not self._cached.keys() <= self._hash_by_page.keys(),
             "adapter of a page without hash": not self._adapter_by_page.keys() <= self._hash_by_page.keys(),
             "hash table": {page: page_hash for page_hash, page in self._page_by_hash.items()} != self._hash_by_page,
             "page announced by a request without it": any(not owner.page_ids for owner in self._computing.values()),

@@ -6,7 +6,7 @@ Steps are timed by their tokens and the positions these attend to.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from math import exp, log, log2
 from statistics import median, median_low
 from typing import Self
@@ -143,7 +143,7 @@ class StepCosts:
         """Whether any step was recorded."""
         return bool(self._samples)
 
-    def expected(self, nums_tokens: Sequence[int] | range) -> npt.NDArray[np.float64]:
+    def expected(self, nums_tokens: Sequence[int] | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         """[n] seconds of steps with these numbers of tokens, without attention. Only where `is_known`."""
         numbers, seconds, _ = self._current()
         wanted = np.asarray(nums_tokens, np.float64)
@@ -230,8 +230,12 @@ class Load:
 
     def __add__(self, other: "Load") -> "Load":
         """Both in one step."""
-        names = [each.name for each in fields(Load)]
-        return Load(*(getattr(self, name) + getattr(other, name) for name in names))
+        return Load(
+            self.num_sampled + other.num_sampled,
+            self.num_tokens + other.num_tokens,
+            self.num_attended + other.num_attended,
+            self.num_fixed + other.num_fixed,
+        )
 
 
 NO_LOAD = Load(0, 0)
@@ -272,25 +276,23 @@ class Candidates:
         num_drawn = int((is_drawn & (widths > 0)).sum())
         return cls(values[order], owners, passes, lengths[owners] + depths + 1, len(widths), num_drawn)
 
-    @property
-    def num_passes(self) -> int:
-        """Passes of the draft model for all draft tokens."""
-        return int(self.passes.max(initial=0))
-
     def best(self, load: Load, costs: StepCosts, drafting: DraftCosts) -> tuple[float, npt.NDArray[np.int64]]:
         """The highest expected tokens per second, and the widths of all offers that give it."""
-        num_tokens = load.num_tokens + load.num_fixed
-        seconds = costs.expected(range(num_tokens, num_tokens + len(self.values) + 1))
-        num_drafted = int(self.attended[self.passes == 1].sum())
-        draft_seconds = drafting.expected(self.num_drawn, num_drafted, self.num_passes)
-        is_known = self.passes <= np.arange(self.num_passes + 1)[:, None]  # [depths, n]
-        nums_taken = is_known.cumsum(axis=1)  # [depths, n] of each depth, up to each candidate
-        tokens = load.num_sampled + (is_known * self.values).cumsum(axis=1)
-        attended = load.num_attended + (is_known * self.attended).cumsum(axis=1)
-        rates = tokens / (seconds[nums_taken] + costs.per_attended * attended + draft_seconds[:, None])
-        rate = load.num_sampled / float(seconds[0] + costs.per_attended * load.num_attended)
-        if not rates.size or rates.max() <= rate:
-            return rate, np.zeros(self.num_offers, np.int64)
-        depth, last = np.unravel_index(rates.argmax(), rates.shape)
-        taken = self.owners[: last + 1][is_known[depth, : last + 1]]
-        return float(rates[depth, last]), np.bincount(taken, minlength=self.num_offers)
+        num_tokens, num_passes = load.num_tokens + load.num_fixed, int(self.passes.max(initial=0))
+        seconds = costs.expected(np.arange(num_tokens, num_tokens + len(self.values) + 1))
+        per_attended = costs.per_attended
+        best_rate = load.num_sampled / float(seconds[0] + per_attended * load.num_attended)
+        taken: npt.NDArray[np.int64] = self.owners[:0]
+        num_drafted = int(self.attended[self.passes == 1].sum()) if num_passes else 0
+        draft_seconds = drafting.expected(self.num_drawn, num_drafted, num_passes)
+        for depth in range(num_passes + 1 if len(self.values) else 0):
+            values, owners, attended = self.values, self.owners, self.attended
+            if num_passes:
+                is_known = self.passes <= depth
+                values, owners, attended = values[is_known], owners[is_known], attended[is_known]
+            spent = seconds[1 : len(values) + 1] + per_attended * (load.num_attended + attended.cumsum())
+            rates = (load.num_sampled + values.cumsum()) / (spent + draft_seconds[depth])
+            last = int(rates.argmax()) if len(rates) else -1
+            if last >= 0 and rates[last] > best_rate:
+                best_rate, taken = float(rates[last]), owners[: last + 1]
+        return best_rate, np.bincount(taken, minlength=self.num_offers)

@@ -31,7 +31,10 @@ from lorikeet.shard.speculation.states import (
 MAX_GROUPS = 4096
 """Bound of the memory for groups; the oldest are dropped."""
 
+FEW_VERIFIED = 4
+"""Up to this number, drafts of a step are counted one by one: arrays take longer."""
 NONE_VERIFIED = np.empty((0, 4), np.int64)
+NO_INDICES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -93,6 +96,9 @@ class DraftLengthController:
         """Whether the request's next step has no drafts of a kind. A request that had none so far is as its group."""
         self._settle()
         row = self._rows.get(request, {}).get(kind, NO_STATE)
+        return self._is_idle(kind, row)
+
+    def _is_idle(self, kind: DraftKind, row: int) -> bool:
         if row == NO_STATE or self.states.follows[row]:
             row = self._groups.get(kind, NO_STATE)
         return row != NO_STATE and bool(self.states.is_idle(row, self._step, self._load))
@@ -138,14 +144,10 @@ class DraftLengthController:
         self._kept = None
         widths, row_widths = [offer.width for offer in offers], of_rows.widths.copy()
         auto = self._find_auto(offers, widths)
-        auto_rows = np.flatnonzero((of_rows.states != NO_STATE) & (row_widths > 0))
-        are_idle = self._are_idle(of_rows.states[auto_rows])
-        row_widths[auto_rows[are_idle]] = 0
-        auto_rows = auto_rows[~are_idle]
+        auto_rows = self._find_auto_rows(of_rows, row_widths)
         if not (auto or len(auto_rows)):
             return widths, row_widths
         self.is_used = True
-        is_all = not offers and len(auto_rows) == np.count_nonzero(of_rows.widths)
         asked = [offers[index] for index in auto]
         joint, order = self._join(asked, of_rows, auto_rows)
         self._begin(joint.states, joint.widths)
@@ -154,14 +156,14 @@ class DraftLengthController:
         row_widths[auto_rows] = 0
         num_attended = sum(width * len(offer.request.token_ids) for width, offer in zip(widths, offers, strict=True))
         num_fixed = load.num_fixed + sum(widths) + int(row_widths.sum())
-        num_attended += load.num_attended + int((row_widths * of_rows.lengths).sum())
+        num_attended += load.num_attended + int(row_widths @ of_rows.lengths)
         chosen = np.empty_like(joint.widths)
         chosen[order] = self._choose_auto(joint, replace(load, num_fixed=num_fixed, num_attended=num_attended))
         for index, width in zip(auto, chosen[: len(auto)].tolist(), strict=True):
             widths[index] = width
         row_widths[auto_rows] = chosen[len(auto) :]
-        are_known = (self.states.counts[joint.states, 1, 0] > PRIOR_WEIGHT).all()
-        if is_all and are_known and self._decided is not None:
+        is_all = not offers and len(auto_rows) == np.count_nonzero(of_rows.widths)
+        if is_all and self._decided is not None and (self.states.counts[joint.states, 1, 0] > PRIOR_WEIGHT).all():
             self._kept, self._kept_widths = (of_rows, load), np.zeros_like(row_widths)
             self._kept_widths[auto_rows] = self._widths[np.argsort(order)]
         return widths, row_widths
@@ -187,35 +189,42 @@ class DraftLengthController:
             request, schedule = offer.request, offer.request.speculation.schedule
             if schedule == Schedule.CONSTANT or BY_VALUE[offer.source].prior is None:
                 continue
-            row = offer.draft_state = self.row_of(request, kind_of(request, offer.source, offer.is_long))
+            kind = kind_of(request, offer.source, offer.is_long)
+            row = offer.draft_state = self.row_of(request, kind)
             if schedule == Schedule.AUTO:
-                auto.append(index)
+                if self._is_idle(kind, row):
+                    offer.draft_state, widths[index] = NO_STATE, 0
+                else:
+                    auto.append(index)
                 continue
             self._begin(np.array([row]), _bound(request))
             widths[index] = min(offer.width, int(self.states.widths[row]))
-        are_idle = self._are_idle(np.array([offers[index].draft_state for index in auto], np.int64)).tolist()
-        for index, is_idle in zip(auto, are_idle, strict=True):
-            if is_idle:
-                offers[index].draft_state, widths[index] = NO_STATE, 0
-        return [index for index, is_idle in zip(auto, are_idle, strict=True) if not is_idle]
+        return auto
+
+    def _find_auto_rows(self, of_rows: RowOffers, widths: Indices) -> Indices:
+        """Indices of the requests that only decode whose numbers of draft tokens are to be chosen. Those of idle ones
+        are put into `widths`.
+        """
+        if not len(widths):
+            return NO_INDICES
+        auto = np.flatnonzero((of_rows.states != NO_STATE) & (widths > 0))
+        are_idle = self._are_idle(of_rows.states[auto])
+        widths[auto[are_idle]] = 0
+        return auto[~are_idle]
 
     def _join(self, offers: Sequence[Offer], of_rows: RowOffers, rows: Indices) -> tuple[_AutoOffers, Indices]:
         """Offers and those of some rows, in the order of admission, and that order."""
-        costs = [BY_VALUE[offer.source].cost for offer in offers]
-        of_offers = np.array(
-            [
-                (offer.request.admission, offer.draft_state, offer.width, len(offer.request.token_ids))
-                for offer in offers
-            ],
-            np.int64,
-        ).reshape(-1, 4)
-        admissions, states, widths, lengths = (
-            np.concatenate([column, array[rows]])
-            for column, array in zip(
-                of_offers.T, (of_rows.admissions, of_rows.states, of_rows.widths, of_rows.lengths), strict=True
+        of_offers = [
+            (offer.request.admission, offer.draft_state, offer.width, len(offer.request.token_ids)) for offer in offers
+        ]
+        admissions, states, widths, lengths = np.array(of_offers, np.int64).reshape(-1, 4).T
+        if len(rows):
+            of_some = (of_rows.admissions[rows], of_rows.states[rows], of_rows.widths[rows], of_rows.lengths[rows])
+            admissions, states, widths, lengths = np.concatenate(
+                [(admissions, states, widths, lengths), of_some], axis=1
             )
-        )
         is_drawn, needs_heads = np.zeros((2, len(states)), bool)
+        costs = [BY_VALUE[offer.source].cost for offer in offers]
         is_drawn[: len(offers)] = [cost is Cost.PASSES for cost in costs]
         needs_heads[: len(offers)] = [cost is Cost.STEP for cost in costs]
         order = np.argsort(admissions, kind="stable")
@@ -238,7 +247,13 @@ class DraftLengthController:
 
     def _settle(self) -> None:
         """Count what a committed step verified, in the order of admission."""
-        if self._verified or len(self._verified_rows):
+        num_verified = len(self._verified) + len(self._verified_rows)
+        if 0 < num_verified <= FEW_VERIFIED:
+            few = sorted([*self._verified, *map(tuple, self._verified_rows.tolist())])
+            self._verified, self._verified_rows = [], NONE_VERIFIED
+            for _, row, num_accepted, was_rejected in few:
+                self._count(row, num_accepted, was_rejected)
+        elif num_verified:
             verified = np.concatenate([self._verified_rows, np.array(self._verified, np.int64).reshape(-1, 4)])
             self._verified, self._verified_rows = [], NONE_VERIFIED
             _, rows, num_accepted, _ = verified.T
@@ -250,6 +265,13 @@ class DraftLengthController:
             states.idle_until[resumed] = np.minimum(states.idle_until[resumed], self._step)
         while self._forgotten:
             self.states.remove(self._forgotten.pop())
+
+    def _count(self, row: int, num_accepted: int, was_rejected: int) -> None:
+        states = self.states
+        states.count(row, num_accepted, was_rejected)
+        states.count(int(self._groups_of(np.array([row]))[0]), num_accepted, was_rejected)
+        if num_accepted and not states.is_expensive[row]:
+            states.idle_until[row] = min(states.idle_until[row], self._step)
 
     def observe(
         self,

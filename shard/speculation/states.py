@@ -96,10 +96,19 @@ class DraftStates:
         self.serials[row] = self._num_added
         return row
 
+    def count(self, row: int, num_accepted: int, was_rejected: int) -> None:
+        """Record drafts of one step: `num_accepted` were accepted, then as many rejected, one or none."""
+        first, further = min(num_accepted, 1), max(num_accepted - 1, 0)
+        first_verified, further_verified = max(first, was_rejected), further + first * was_rejected
+        (of_first, of_further), (by_first, by_further) = self.counts[row].tolist()
+        fade, further_fade = DECAY**first_verified, DECAY**further_verified
+        self.counts[row] = (
+            (of_first * fade + first, of_further * further_fade + further),
+            (by_first * fade + first_verified, by_further * further_fade + further_verified),
+        )
+
     def observe(self, rows: Indices, order: Indices, num_accepted: Indices, rejected: Indices) -> None:
-        """Record drafts, [n]: of each row `num_accepted` were accepted, then as many rejected, one or none. A row may
-        occur several times; the smaller `order`, the older.
-        """
+        """As `count`, of several, [n]. A row may occur several times; the smaller `order`, the older."""
         by_row = np.lexsort((order, rows))
         rows, num_accepted, rejected = rows[by_row], num_accepted[by_row], rejected[by_row]
         ends = np.append((rows[1:] != rows[:-1]).nonzero()[0], len(rows) - 1)

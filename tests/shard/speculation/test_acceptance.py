@@ -27,8 +27,8 @@ class Group:
         return self.requests[-1]
 
     def observe(self, row: int, num_accepted: int, was_rejected: bool) -> None:
-        both = np.array([row, self.group])
-        self.states.observe(both, both, np.full(2, num_accepted), np.full(2, int(was_rejected)))
+        for each in (row, self.group):
+            self.states.count(each, num_accepted, int(was_rejected))
 
     def train(self, rates: Sequence[float], num_requests: int = 40, num_steps: int = 25) -> None:
         choice = random.Random(5)
@@ -51,8 +51,7 @@ def test_the_group_counts_most_for_a_new_request(rate: float) -> None:
     group.train([rate])
     unlucky = group.add()
     for _ in range(3):
-        unlucky_only = np.array([unlucky])
-        group.states.observe(unlucky_only, unlucky_only, np.array([1]), np.array([1]))
+        group.states.count(unlucky, 1, 1)
     assert group.rates(unlucky)[1] == pytest.approx(rate * PRIOR_WEIGHT / (PRIOR_WEIGHT + 3), abs=0.12)
 
 
