@@ -106,6 +106,9 @@ class StepCosts:
     the largest number the estimate is flat, and below the smallest it falls with the number: what was never measured
     looks cheap, and so is tried.
 
+    No step takes longer than one with more tokens. What is measured seldom may have been disturbed each time: one token
+    that looks slow would make drafts look good, so that it is never measured again.
+
     The machine's speed varies over time for all numbers alike. It is estimated separately: else a number that is used,
     and so measured, in a slow minute would look worse than those last measured in a fast one.
     """
@@ -170,7 +173,8 @@ class StepCosts:
             slope = self._attention.slope
             fresh = sorted(filter(self._is_fresh, self._samples.values()), key=lambda each: each.num_tokens)
             numbers = np.array([each.num_tokens for each in fresh], np.float64)
-            self._curve = (numbers, np.array([each.typical(slope) for each in fresh], np.float64), slope)
+            seconds = np.array([each.typical(slope) for each in fresh], np.float64)
+            self._curve = (numbers, np.minimum.accumulate(seconds[::-1])[::-1], slope)
         return self._curve
 
 

@@ -27,6 +27,13 @@ def test_unmeasured_numbers_look_cheap() -> None:
     assert list(costs.expected([1, 9])) == pytest.approx([0.51, 1.06], rel=1e-3)
 
 
+def test_a_number_whose_few_steps_were_all_disturbed_does_not_look_slower_than_more_tokens() -> None:
+    costs = seen(2, 6)
+    for _ in range(3):
+        costs.observe(1, 0, 3.0)
+    assert costs.expected([1])[0] <= costs.expected([2])[0] < 1.2
+
+
 def test_a_slow_machine_is_slow_for_all_numbers() -> None:
     costs = seen(2, 6)
     for _ in range(100):

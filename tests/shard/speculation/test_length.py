@@ -293,8 +293,8 @@ def test_drafts_of_other_requests_count() -> None:
 @pytest.mark.parametrize("with_prompts", [False, True])
 def test_steps_with_prompts_have_separate_costs(with_prompts: bool) -> None:
     draft_length = DraftLengthController()
-    for num_tokens in 10 * (1, 9, 50, 58):
-        draft_length.plain.observe(num_tokens, 0, 1.0 + 10 * (num_tokens in (9, 58)))
+    for num_tokens, seconds in 10 * ((1, 1.0), (9, 11.0), (50, 11.0), (58, 121.0)):
+        draft_length.plain.observe(num_tokens, 0, seconds)
         draft_length.with_prompts.observe(num_tokens, 0, 1.0)
     offer = Offer(make(), Source.LOOKUP, MOST, [5] * MOST)
     assert choose(draft_length, [offer], Load(1, 50 if with_prompts else 1)) == [MOST if with_prompts else 0]
