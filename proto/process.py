@@ -67,6 +67,15 @@ def return_freed_memory() -> bool:
     return trim is not None
 
 
+def keep_freed_memory() -> bool:
+    """Keep freed blocks of up to KEPT_BLOCK for the next ones. By default the C library takes each block above 32 MiB
+    from the system and gives it back, and the system clears its pages anew. Returns whether the library can.
+    """
+    options = getattr(ctypes.CDLL(None), "mallopt", None)
+    thresholds = (_MMAP_THRESHOLD, _TRIM_THRESHOLD)
+    return options is not None and all(options(option, KEPT_BLOCK) for option in thresholds)
+
+
 class FreedMemory:
     """Returns memory to the system while much is used and freed."""
 
@@ -80,6 +89,11 @@ class FreedMemory:
             self._num_bytes = 0
             return_freed_memory()
 
+
+KEPT_BLOCK = 512 << 20
+"""Bytes: more than the logits of a usual step."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
+"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
 
 ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 """Variables that a child needs to import what its parent does; others may be secrets."""

@@ -3,15 +3,18 @@
     python -m benchmarks.serving.real_files FILE… --llama-server PROGRAM [--rounds N]
 
 For each number of clients a closed loop of 128 tokens in and 64 out; then the time to the first token of longer
-prompts, one client. The limit is what reading the matrices of the file once per token allows. Processor times are those
-of all processes of a server per token that it generated, or per prompt; with `--threads 1` no thread waits for another,
-and they hardly depend on what else the machine does.
+prompts, one client; last memory: of llama.cpp's server all, of ours what the file adds to a server of `lorikeet/base`
+with as much context. The limit is what reading the matrices of the file once per token allows. Processor times are
+those of all processes of a server per token that it generated, or per prompt; with `--threads 1` no thread waits for
+another, and they hardly depend on what else the machine does.
 """
 
 import argparse
 import contextlib
+import json
 import os
 import statistics
+import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,6 +30,8 @@ from benchmarks.load.rounds import EXTRA, OURS, alone, in_turn
 from benchmarks.serving.machine import REPEATS, best_read
 
 LLAMA_CPP = "llama.cpp"
+SMALL = "lorikeet/base"
+"""A model whose memory is that of the server itself."""
 IGNORE_EOS: Mapping[str, Any] = {"ignore_eos": True, "cache_prompt": False}
 CLIENTS = (1, 8, 32)
 REQUESTS_PER_CLIENT = {1: 3, 8: 2, 32: 1}
@@ -86,8 +91,7 @@ def pair(
     file: Path, server: Path, clients: int, slot_tokens: int, threads: int
 ) -> Iterator[Mapping[str, servers.RunningServer]]:
     """Both servers of a file."""
-    ours = servers.lorikeet(file)
-    ours = replace(ours, environment={**ours.environment, "OMP_NUM_THREADS": str(threads)})
+    ours = servers.lorikeet(file, "--threads", str(threads))
     commands = {OURS: ours, LLAMA_CPP: llama_server(file, server, clients, slot_tokens, threads)}
     with contextlib.ExitStack() as stack:
         yield {name: stack.enter_context(servers.running(name, command)) for name, command in commands.items()}
@@ -174,14 +178,42 @@ def compare(file: Path, options: argparse.Namespace, bytes_per_s: float) -> None
         tokens = (ours.tokens_per_second, theirs.tokens_per_second)
         row(f"{clients} clients: tokens/s", tokens, (1000 * ours.cpu_of_token, 1000 * theirs.cpu_of_token))
         row(f"{clients} clients: ms between tokens", (1000 * ours.between, 1000 * theirs.between))
-    if not options.first_tokens:
-        return
+    if options.first_tokens:
+        first_tokens(file, options)
+    compare_memory(file, options)
+
+
+def first_tokens(file: Path, options: argparse.Namespace) -> None:
+    """Print the rows of prompts."""
+    model = str(file)
     with pair(file, options.llama_server, 1, max(options.first_tokens) + 64, options.threads) as running:
         for length in options.first_tokens:
             done = alternate(running, model, Load(1, 1, length, 2), options.rounds)
             ours, theirs = medians(done[OURS]), medians(done[LLAMA_CPP])
             cpu = (1000 * ours.cpu_of_prompt, 1000 * theirs.cpu_of_prompt)
             row(f"{length} tokens: ms to the first token", (1000 * ours.first, 1000 * theirs.first), cpu)
+
+
+def compare_memory(file: Path, options: argparse.Namespace) -> None:
+    """Print the row of the memory of servers that have answered one request, in MiB."""
+    slot_tokens, threads = 2 * (NUM_PROMPT + NUM_OUTPUT), options.threads
+    context = ("--max-total-tokens", str(slot_tokens), "--max-batch-total-tokens", str(slot_tokens))
+    base, ours = (servers.lorikeet(model, *context, "--threads", str(threads)) for model in (SMALL, file))
+    adds = memory_of(ours, "Pss") - memory_of(base, "Pss")
+    row("MiB of memory", (adds, memory_of(llama_server(file, options.llama_server, 1, slot_tokens, threads), "Rss")))
+
+
+def memory_of(command: servers.Command, kind: str) -> float:
+    """MiB of all processes of a server, of one kind of /proc/PID/smaps_rollup."""
+    with servers.running("memory", command) as server:
+        body = {"model": "", "prompt": texts(1, NUM_OUTPUT, SEED)[0], "max_tokens": NUM_OUTPUT}
+        address = f"http://127.0.0.1:{server.port}/v1/completions"
+        asked = urllib.request.Request(address, json.dumps(body).encode(), {"content-type": "application/json"})
+        with urllib.request.urlopen(asked) as answer:
+            answer.read()
+        rollups = [Path(f"/proc/{pid}/smaps_rollup").read_text() for pid in servers.group(server.process.pid)]
+    lines = (line for rollup in rollups for line in rollup.splitlines())
+    return sum(int(line.split()[1]) for line in lines if line.startswith(f"{kind}:")) / 1024
 
 
 def row(name: str, values: tuple[float, float], cpu_ms: tuple[float, float] | None = None) -> None:

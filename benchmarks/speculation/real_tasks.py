@@ -28,6 +28,8 @@ MAX_TOKENS = 96
 PROMPTS = 6
 """Of each task and round."""
 ROUNDS = 2
+LIMIT_S = 110.0
+"""Of each task: no prompt begins later, so that all tasks take eight minutes at most."""
 DRAFTED = 8
 OFF = "off"
 WAYS: Mapping[str, Mapping[str, Any]] = {
@@ -109,12 +111,15 @@ def ask(port: int, prompt: str, way: str) -> Answer:
 
 def measure(port: int, rounds: int) -> None:
     """Print the rows of all tasks. Raises ValueError where a way changes an answer."""
-    print("| task | way | tokens per step | seconds, all prompts | off over it |\n|---|---|---|---|---|")
+    print("| task | way | answers | tokens per step | seconds, all answers | off over it |\n" + 6 * "|---" + "|")
     for task, make in TASKS.items():
         prompts = make()[:PROMPTS]
         answers: dict[str, list[Answer]] = {way: [] for way in WAYS}
+        until = time.monotonic() + LIMIT_S
         for number in range(rounds):
             for index, prompt in enumerate(prompts):
+                if time.monotonic() > until:
+                    break
                 ways = list(WAYS)
                 first = (number + index) % len(ways)
                 texts = set()
@@ -128,7 +133,8 @@ def measure(port: int, rounds: int) -> None:
         for way, given in answers.items():
             per_step = statistics.mean(answer.num_tokens / answer.num_steps for answer in given)
             print(
-                f"| {task} | {way} | {per_step:.2f} | {seconds[way]:.1f} | {seconds[OFF] / seconds[way]:.2f} |",
+                f"| {task} | {way} | {len(given)} | {per_step:.2f} | {seconds[way]:.1f} "
+                f"| {seconds[OFF] / seconds[way]:.2f} |",
                 flush=True,
             )
 

@@ -8,6 +8,7 @@ import structlog
 import torch
 
 from lorikeet.proto import logs
+from lorikeet.proto.process import keep_freed_memory
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine, Watchdog
 from lorikeet.shard.grpc.auth import Access
@@ -74,6 +75,7 @@ def serve(config: ShardConfig) -> None:
     log.info("ready", address=address, model_id=config.model_id, architecture=model.info.model_type)
     if model.info.device.type == "cpu":
         cores.pin_threads()
+        keep_freed_memory()  # of logits: those of 32 requests and 262 144 tokens have 32 MiB in float32
     Watchdog(engine, config.served_file, config.step_timeout_s).start()
     engine.run()
     server.stop()
