@@ -21,6 +21,8 @@ SHARED_S = 0.015
 """The same where one caller asks for more than its share and another for less, which waits for some of these steps."""
 BACKLOG_SHARE = 1 / 16
 """Part of the time of all waiting prompts that a step spends on them, between the two."""
+SHORT_PROMPT_TOKENS = 64
+"""Waiting prompt tokens of a caller, up to which they may come before those of others."""
 LEAST_SLOWDOWN, MOST_SLOWDOWN = 1.5, 4.0
 """Both are at least so many times a step that only decodes: prompts keep pace with decoding on slow machines too."""
 NUM_MEASURED, LEAST_MEASURED, LEAST_TOKENS = 7, 32, 16
@@ -358,8 +360,18 @@ class Callers:
         return tokens
 
     def prompt_limits(self, tokens: Counter[str], step_tokens: int) -> dict[str, int]:
-        """The most prompt tokens of a step, of callers with more of them than their share."""
-        return fair_limits(tokens, self._weights, step_tokens) if len(tokens) > 1 else {}
+        """The most prompt tokens of a step, of callers with more of them than their share. Where many have, shares of a
+        short step are a few tokens: one short prompt gets up to half of the step, so that it does not wait for many.
+        """
+        if len(tokens) < 2:
+            return {}
+        limits = fair_limits(tokens, self._weights, step_tokens)
+        shortest = min(tokens, key=tokens.__getitem__)
+        if shortest not in limits or tokens[shortest] > SHORT_PROMPT_TOKENS:
+            return limits
+        first = max(limits[shortest], min(tokens[shortest], step_tokens // 2))
+        others = {name: number for name, number in tokens.items() if name != shortest}
+        return {**fair_limits(others, self._weights, step_tokens - first), shortest: first}
 
     def check(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
         """Prove that the requests of callers are counted. Raises RuntimeError."""

@@ -195,4 +195,11 @@ MUTANTS = [
         "            for",
         "tests/shard/grpc/test_outbox.py::test_outputs_that_are_not_taken_are_limited",
     ),
+    Mutant(
+        "a short prompt gets no more of a step than the long ones of others",
+        "shard/scheduler/budget.py",
+        "tokens[shortest] > SHORT_PROMPT_TOKENS",
+        "True",
+        "tests/shard/scheduler/test_callers.py::test_a_short_prompt_is_computed_first_in_small_steps",
+    ),
 ]

@@ -109,6 +109,22 @@ def test_prompts_of_callers_share_a_step() -> None:
     assert steps.step() == {FLOOD: 32, CANARY: 33}  # one token of the request that decodes
 
 
+def test_a_short_prompt_is_computed_first_in_small_steps() -> None:
+    steps = Steps(Limits(step_tokens=24, max_running=64, short_room=64), num_pages=8000)
+    floods = [f"{FLOOD} {number}" for number in range(8)]
+    for caller in floods:
+        steps.add(caller, num_prompt=2000)
+    assert steps.step() == dict.fromkeys(floods, 3), "who asks for much has an equal share"
+    canary = steps.add(CANARY, num_prompt=12, max_new_tokens=2)
+    tokens = steps.step()
+    assert canary.num_computed == 12 and tokens[CANARY] == 12
+    assert sum(tokens[caller] for caller in floods) == 8, "the others share the rest of the step"
+    steps.step()
+    longer = steps.add(CANARY, num_prompt=60)
+    steps.step()
+    assert longer.num_computed == 12, "it gets half of a step at most"
+
+
 def test_steps_are_short_for_a_caller_next_to_one_with_more_than_its_share() -> None:
     """Requests that a router holds back count as asked for: it sends no more than a caller's share."""
     numbers = []
