@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PACKAGES = ("router", "shard", "adapters", "launcher", "proto", "demo")
 TRAINING = ("demo/training/", "demo/evaluation/", "demo/data/")
-NOT_NEEDED = ("demo/README.md", "demo/smollm2/scores.json")
+NOT_NEEDED = ("demo/README.md", "demo/smollm2/scores.json", "demo/smollm2/drafts.json")
 
 
 @pytest.mark.skipif(not (ROOT / ".git").exists(), reason="needs the list of committed files")

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 import httpx
 import pytest
 
-from lorikeet.demo.smollm2 import evaluation
+from lorikeet.demo.smollm2 import drafts, evaluation
+from lorikeet.demo.smollm2.prompts import chats
 from lorikeet.launcher.models import demo
 from tests.docs.snippets import Block, Sandbox, blocks, needs_demo, pages, run_page
 from tests.e2e.launched import ROOT, Launched
@@ -20,6 +21,8 @@ pytestmark = pytest.mark.real
 HUB = models.CACHE / "hub"
 """Where the launcher finds the demo's model, as if it had downloaded it."""
 PICTURE = ROOT / "docs" / "images" / "demo.svg"
+LEAST_OF_HEADS = 1.15
+"""Tokens per step with the demo's Medusa heads: 1.3 were measured."""
 PAGES = [page for page in pages() if needs_demo(page) and any(block.is_run for block in blocks(page))]
 
 
@@ -52,6 +55,14 @@ def test_an_adapter_of_the_demo_scores_above_the_model_without_it(port: int, tas
     with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client:
         row = evaluation.scores(client, task, 24 if task == "cite" else 8, show=0)
     assert row["score"] > row["base"]
+
+
+def test_heads_of_the_demo_save_steps(port: int) -> None:
+    """On some of the held-out chats of demo/README.md; `measure` compares the texts with those without drafts."""
+    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600.0) as client:
+        totals = drafts.measure(client, evaluation.BASE, chats(4, held_out=True), drafts.clock_of(None))
+    assert totals["off"].tokens == totals["off"].steps >= 100
+    assert totals["heads"].tokens / totals["heads"].steps >= LEAST_OF_HEADS
 
 
 def recorded(picture: Path) -> list[tuple[str, str]]:
