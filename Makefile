@@ -68,8 +68,8 @@ setup: $(VENV)/.installed-$(DEV)
 serve: $(VENV)/.installed
 	@exec $(VENV)/bin/lorikeet-launcher --hostname $(HOST) --port $(PORT) --speculative-tokens 3 $(if $(MODEL),--model-id $(MODEL)) $(ARGS)
 
-# One test more than cores, because tests wait for processes, and one thread per test: their models are too small to share threads.
-WORKERS = $$($(PY) -c 'import os; print(min(4, len(os.sched_getaffinity(0)) + 1))')
+# Two tests more than cores, because tests wait for processes, and one thread per test: their models are too small to share threads.
+WORKERS = $$($(PY) -c 'import os; print(min(6, len(os.sched_getaffinity(0)) + 2))')
 # Python keeps compiled files, even where PYTHONDONTWRITEBYTECODE is set: to compile the tests takes each worker 15 seconds.
 test t test-long: export PYTHONDONTWRITEBYTECODE =
 

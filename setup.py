@@ -24,7 +24,7 @@ class BuildWithKernels(build_py):
 
 
 class PlatformWheel(bdist_wheel):
-    """Names the platform: any Python 3, on Linux with at least the C library that the kernels were linked with."""
+    """Names the platform: any Python 3, on Linux with at least the C library that the kernels need."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -32,8 +32,9 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         """Interface, ABI, platform."""
-        library, version = platform.libc_ver()
-        kind = f"manylinux_{version.replace('.', '_')}" if library == "glibc" else "linux"
+        kind = "linux"
+        if platform.libc_ver()[0] == "glibc":
+            kind = "manylinux_{}_{}".format(*prebuilt.needed_glibc(Path(self.bdist_dir)))
         return "py3", "none", f"{kind}_{platform.machine()}"
 
 

@@ -32,7 +32,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lorikeet.proto.process import ENVIRONMENT, end_with_parent, python, signal_at_parent_death, tethered
+from lorikeet.proto.process import (
+    ENVIRONMENT,
+    end_with_parent,
+    python,
+    return_freed_memory,
+    signal_at_parent_death,
+    tethered,
+)
 
 _PR_SET_CHILD_SUBREAPER = 36
 _MAX_MESSAGE_BYTES = 65536
@@ -272,6 +279,7 @@ def main() -> None:
     gc.disable()  # collections during imports take a fifth of their time, and free almost nothing
     _import(sys.argv[2:-1])
     warnings.showwarning = show
+    return_freed_memory()
     gc.freeze()  # a collection would write to pages that the children share
     gc.enable()
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
@@ -334,7 +342,7 @@ def _run(
         if os.getppid() == parent_pid and connection.recv(16):
             connection.close()
             _set_up(request, descriptors)
-            code = _exit_code(request["module"])
+            code = exit_code(request["module"])
     finally:
         os._exit(code)
 
@@ -359,7 +367,7 @@ def _set_up(request: dict[str, Any], descriptors: list[int]) -> None:
     os.environ.clear()
     os.environ.update(environment)
     sys.argv = [request["module"], *request["arguments"]]
-    _set_title(["python", "-m", request["module"], *request["arguments"]])
+    set_title(["python", "-m", request["module"], *request["arguments"]])
 
 
 def _above(descriptor: int, least: int) -> int:
@@ -369,7 +377,7 @@ def _above(descriptor: int, least: int) -> int:
     return fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, least + 1)
 
 
-def _set_title(command: Sequence[str]) -> None:
+def set_title(command: Sequence[str]) -> None:
     """Have `ps` show another command."""
     with contextlib.suppress(OSError, ValueError):
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
@@ -378,7 +386,7 @@ def _set_title(command: Sequence[str]) -> None:
         ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _exit_code(module: str) -> int:
+def exit_code(module: str) -> int:
     """Run a module as `python -m` does."""
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

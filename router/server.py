@@ -18,7 +18,7 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lorikeet.proto.process import raise_file_limit, report_failure, signal_at_parent_death
+from lorikeet.proto.process import raise_file_limit, report_failure, return_freed_memory, signal_at_parent_death
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
@@ -121,6 +121,7 @@ class RouterServer:
         if self._config.ready_file is None:
             return
         await self._until_ready(service)
+        await asyncio.to_thread(return_freed_memory)  # of reading the tokenizer
         await asyncio.to_thread(Path(self._config.ready_file).touch)
 
     async def _preload(self, service: Service) -> None:

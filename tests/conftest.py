@@ -3,6 +3,7 @@ files first.
 """
 
 import gc
+import sys
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,12 @@ def pytest_collection_finish() -> None:
     """Full collections skip everything that was imported: it would take a third of a second each time."""
     gc.freeze()
     gc.enable()
+
+
+def pytest_sessionfinish() -> None:
+    """End the process that forked this worker's servers."""
+    if "tests.forked" in sys.modules:
+        sys.modules["tests.forked"].end()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

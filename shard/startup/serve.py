@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from lorikeet.proto import logs
-from lorikeet.proto.process import keep_freed_memory
+from lorikeet.proto.process import keep_freed_memory, return_freed_memory
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine, Watchdog
 from lorikeet.shard.grpc.auth import Access
@@ -68,6 +68,7 @@ def serve(config: ShardConfig) -> None:
     # All objects so far live as long as the process: collecting them would stall a step for 0.2 s.
     gc.collect()
     gc.freeze()
+    return_freed_memory()
     shutdown.engine = engine
     server.ready(describe(config, model, engine, files))
     if config.ready_file is not None:

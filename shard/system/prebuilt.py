@@ -5,6 +5,7 @@
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,8 @@ _SAME_SUMS = "--param=avoid-fma-max-bits=0"
 """gcc rounds products before it adds them on some processors and not on others; results would differ between levels."""
 COMMON_FLAGS = ("-O3", "-fopenmp", "-ffp-contract=fast", _SAME_SUMS, "-fno-math-errno", "-shared", "-fPIC")
 """Also those of a library that is compiled on the machine that loads it."""
+TESTED_GLIBC = (2, 34)
+"""The oldest version of the C library that a wheel is for (RHEL 9)."""
 
 _V2 = frozenset({"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"})
 _V3 = _V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
@@ -146,3 +149,14 @@ def _instructions() -> frozenset[str]:
         return frozenset()
     words = (line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features")))
     return frozenset(next(words, []))
+
+
+def needed_glibc(folder: Path) -> tuple[int, int]:
+    """The least version of the C library for the libraries in a folder: a linked library names the version of each
+    symbol that it uses. At least TESTED_GLIBC.
+    """
+    found = {TESTED_GLIBC}
+    for library in folder.rglob("*.so"):
+        versions = re.findall(rb"\0GLIBC_(\d+)\.(\d+)(?:\.\d+)?(?=\0)", library.read_bytes())
+        found |= {(int(major), int(minor)) for major, minor in versions}
+    return max(found)

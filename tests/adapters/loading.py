@@ -4,12 +4,15 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
+
+from lorikeet.proto.preload import is_possible
+from lorikeet.proto.process import python
+from tests.forked import Started
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,7 +79,7 @@ class Caller:
 class Running:
     """A loader's process."""
 
-    def __init__(self, process: "subprocess.Popen[bytes]", folder: Path) -> None:
+    def __init__(self, process: "subprocess.Popen[bytes] | Started", folder: Path) -> None:
         self.process = process
         self.socket = folder / "loader.sock"
         self.store = folder / "store"
@@ -111,12 +114,12 @@ def loader(folder: Path, model: Path, environment: Mapping[str, str] | None = No
     }
     (folder / "loader.json").write_text(json.dumps(config))
     with (folder / "loader.log").open("wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "lorikeet.adapters", str(folder / "loader.json")],
-            cwd=ROOT,
-            env={**os.environ, **(environment or {})},
-            stderr=log,
-        )
+        words = ("lorikeet.adapters", str(folder / "loader.json"))
+        process: subprocess.Popen[bytes] | Started
+        if is_possible():
+            process = Started(*words, environment={**os.environ, **(environment or {})}, output=log.fileno())
+        else:
+            process = subprocess.Popen(python(*words), cwd=ROOT, env={**os.environ, **(environment or {})}, stderr=log)
     try:
         running = Running(process, folder)
         while not running.socket.exists():

@@ -11,7 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from lorikeet.proto.preload import is_possible
 from lorikeet.proto.process import free_port, python, tethered
+from tests.forked import Started
 
 __all__ = ["ROOT", "Launched", "alive", "free_port"]
 
@@ -50,25 +52,34 @@ def command(pid: int) -> str:
 class Launched:
     """`lorikeet-launcher` on a free loopback port."""
 
-    def __init__(self, *arguments: str, port: int | None = None, under: Sequence[str] = (), **environment: str) -> None:
-        """`under` is a command that executes the one after it."""
+    def __init__(
+        self,
+        *arguments: str,
+        port: int | None = None,
+        under: Sequence[str] = (),
+        is_forked: bool = True,
+        **environment: str,
+    ) -> None:
+        """`under` is a command that executes the one after it; `is_forked`: from a process that has imported all."""
         self.port = free_port() if port is None else port
         self.url = f"http://127.0.0.1:{self.port}"
         self.lines: list[str] = []
         kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "OMP_NUM_THREADS") if name in os.environ}
         offline = {"HF_HUB_OFFLINE": "1", "MODEL_ID": "lorikeet/base"}
-        self._process = subprocess.Popen(
-            [
-                *under,
-                *tethered(python("lorikeet.launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments)),
-            ],
-            env=kept | {"PYTHONPATH": str(ROOT / "src")} | offline | environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            process_group=0,
-        )
+        kept |= {"PYTHONPATH": str(ROOT / "src")} | offline | environment
+        words = ("lorikeet.launcher", "--hostname", "127.0.0.1", "--port", str(self.port), *arguments)
+        self._process: subprocess.Popen[bytes] | Started
+        reading, writing = os.pipe()
+        if is_forked and not under and is_possible():
+            self._process = Started(*words, environment=kept, output=writing)
+        else:
+            command = [*under, *tethered(python(*words))]
+            nothing = subprocess.DEVNULL
+            self._process = subprocess.Popen(
+                command, env=kept, stdin=nothing, stdout=writing, stderr=writing, process_group=0
+            )
+        os.close(writing)
+        self._output = os.fdopen(reading)
         self._arrived: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
@@ -175,8 +186,7 @@ class Launched:
         assert not self.children(), f"orphans: {self.children()}"
 
     def _read(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
+        with self._output as lines:
             for line in lines:
                 self.lines.append(line.rstrip("\n"))
                 self._arrived.put(line.rstrip("\n"))

@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(model: Path) -> Iterator[Launched]:
     """A server for tests that do not end it. It ends without leaving a file."""
-    with Launched("--model-id", str(model), "--eager-prefill", "true", *SMALL) as started:
+    with Launched("--model-id", str(model), "--eager-prefill", "true", *SMALL, is_forked=False) as started:
         started.wait_for("--eager-prefill has no effect")
         started.wait_until_ready()
         folder = folder_of(started)
@@ -192,9 +192,8 @@ def test_the_demo_model_has_adapters_and_ends_at_sighup(tmp_path: Path) -> None:
         first = re.search(r"-d '(.*?)'", page, re.DOTALL)
         assert body and first
         assert json.loads(body[1]) == json.loads(first[1])
-        shown = httpx.post(
-            f"{server.url}/generate", content=body[1], headers={"content-type": "application/json"}
-        ).json()
+        headers = {"content-type": "application/json"}
+        shown = httpx.post(f"{server.url}/generate", content=body[1], headers=headers, timeout=120).json()
         assert shown["generated_text"] == '{"name": "Wamiko", "score": 93}'
         assert shown["details"]["speculation"]["accepted"] > 0
         with httpx.Client(base_url=server.url, timeout=120) as client:
@@ -323,7 +322,9 @@ def test_with_json_output_every_line_is_json(model: Path, tmp_path: Path, damage
         "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}",
         "XDG_CACHE_HOME": str(tmp_path),
     }
-    with Launched("--model-id", str(folder), "--dtype", "bfloat16", "--json-output", *SMALL, **loud) as server:
+    with Launched(
+        "--model-id", str(folder), "--dtype", "bfloat16", "--json-output", *SMALL, is_forked=False, **loud
+    ) as server:
         if damage is None:
             server.wait_until_ready()
             server.signal(signal.SIGTERM)

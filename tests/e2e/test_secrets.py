@@ -143,7 +143,7 @@ def scene(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         environment |= {"HF_ENDPOINT": at_hub.url, "HF_TOKEN": OPERATORS_TOKEN, "ADMIN_KEY": ADMIN_KEY}
         environment |= {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": STORES_SECRET}
         environment["REQUEST_LOGGER_URL"] = receiver.url.replace("://", f"://me:{PASSWORD}@") + f"/in?key={PASSWORD}"
-        with Launched(*arguments, **environment) as launched:
+        with Launched(*arguments, is_forked=False, **environment) as launched:
             launched.wait_until_ready()
             with httpx.Client(base_url=launched.url, timeout=120) as client:
                 yield Scene(launched, folder, at_hub, receiver, client)

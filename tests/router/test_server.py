@@ -21,6 +21,7 @@ import pytest
 
 from lorikeet.proto.process import MAX_FILES
 from lorikeet.router.server import SAME_REQUEST_S
+from tests.forked import Started
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel
 from tests.router.text.vocabularies import byte_level
@@ -38,7 +39,7 @@ def free_port() -> int:
 class Router:
     """A started process."""
 
-    process: "subprocess.Popen[bytes]"
+    process: Started
     client: httpx.AsyncClient
     log_path: Path
 
@@ -86,7 +87,7 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Router]:
     path = settings(folder, **fields)
     log_path = folder / "router.log"
     with log_path.open("wb") as log:
-        process = subprocess.Popen([sys.executable, "-m", "lorikeet.router", str(path)], stderr=log)  # noqa: ASYNC220
+        process = Started("lorikeet.router", str(path), environment=os.environ, output=log.fileno())
     try:
         url = f"http://127.0.0.1:{json.loads(path.read_text())['port']}"
         async with httpx.AsyncClient(base_url=url, timeout=120) as client:
@@ -210,14 +211,18 @@ def test_it_does_not_outlive_its_parent(tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
+    end = time.monotonic() + 30
     while _is_running(pid):
         assert time.monotonic() < end, "the router lives on"
         time.sleep(0.05)
 
 
-def run_router(path: Path) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "lorikeet.router", str(path)]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+def run_router(path: Path) -> tuple[int, str]:
+    """Its exit code and output."""
+    output = path.with_suffix(".log")
+    with output.open("wb") as file:
+        code = Started("lorikeet.router", str(path), environment=os.environ, output=file.fileno()).wait(60)
+    return code, output.read_text()
 
 
 def _is_running(pid: int) -> bool:
@@ -232,8 +237,7 @@ def _is_running(pid: int) -> bool:
 
 def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
     path = settings(tmp_path, prot=1)
-    done = run_router(path)
-    assert (done.returncode, done.stderr) == (2, "router: unknown RouterConfig fields: prot\n")
+    assert run_router(path) == (2, "router: unknown RouterConfig fields: prot\n")
 
 
 def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
@@ -241,9 +245,9 @@ def test_a_taken_port_is_one_sentence(tmp_path: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         path = settings(tmp_path, port=taken.getsockname()[1], json_output=False)
-        done = run_router(path)
-    assert done.returncode == 1
-    assert "can't listen on 127.0.0.1" in done.stderr.splitlines()[-1]
+        code, output = run_router(path)
+    assert code == 1
+    assert "can't listen on 127.0.0.1" in output.splitlines()[-1]
 
 
 @pytest.mark.long

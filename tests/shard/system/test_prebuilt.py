@@ -25,6 +25,24 @@ OWN = [level for level in prebuilt.own_levels() if not level.only]
 V3 = next(level for level in prebuilt.LEVELS if level.name == "x86-64-v3")
 
 
+def test_a_wheel_is_for_the_c_library_that_its_kernels_need(tmp_path: Path) -> None:
+    """Whatever the machine has that builds it; one that no test has seen is never promised."""
+    assert prebuilt.needed_glibc(tmp_path) == (2, 34)
+    inside = tmp_path / "lorikeet" / "level"
+    inside.mkdir(parents=True)
+    (inside / "old.so").write_bytes(b"\0GLIBC_2.17\0GLIBC_2.2.5\0GLIBC_PRIVATE\0")
+    assert prebuilt.needed_glibc(tmp_path) == (2, 34)
+    (inside / "new.so").write_bytes(b"\0memcpy\0GLIBC_2.38\0")
+    assert prebuilt.needed_glibc(tmp_path) == (2, 38)
+
+
+@needs_gcc
+def test_own_kernels_need_no_newer_c_library(tmp_path: Path) -> None:
+    compiled = native.library(Path(targets.__file__).with_suffix(".c"))._name
+    shutil.copy(compiled, tmp_path)
+    assert prebuilt.needed_glibc(tmp_path) == (2, 34)
+
+
 @pytest.fixture
 def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
