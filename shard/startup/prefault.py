@@ -67,7 +67,7 @@ class Prefault:
         target = min(self._cache.num_pages, self._cache.num_touched + self._num_ahead)
         if self._done >= target:
             return False
-        end = min(self._done + self._num_at_once, self._cache.num_pages)
+        end = min(self._done + self._num_at_once, target)
         for region in self._regions:
             self._populate(region.address + self._done * region.page_bytes, (end - self._done) * region.page_bytes)
         self._done = end

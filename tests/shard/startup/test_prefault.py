@@ -53,7 +53,8 @@ def test_the_first_pages_are_populated_when_it_has_started(monkeypatch: pytest.M
     memories, _, ahead = made(monkeypatch)
     monkeypatch.setattr(threading, "Thread", Mock())
     ahead.start()
-    assert all(100 <= num_resident(memory) < 200 for memory in memories)
+    assert all(100 <= num_resident(memory) < 200 for memory in memories)  # pages of the system may be larger
+    assert ahead._done == 100  # though one call populates more
 
 
 def test_pages_are_populated_a_bounded_amount_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
