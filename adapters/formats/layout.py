@@ -277,7 +277,7 @@ _DESCRIPTIONS = {
     "embedding": "an adapter on an embedding",
     "experts": "an adapter on experts",
     "router": "an adapter on the router of experts",
-    "norm": "replacing the weights of norms on this device",
+    "norm": "replacing the weights of norms of this base",
     "virtual": "an adapter with virtual tokens",
     "other": "replacing a parameter of a module that is neither linear nor an embedding",
 }

@@ -74,9 +74,7 @@ class WorkerContext:
             hash=base_hash(config.model_path) + (f"+{num_extra}" if num_extra else ""),
             weights_hash=weights_hash(config.model_path),
             dtype=choose_dtype(config.dtype, skeleton.config, config.device),
-            kinds=frozenset(config.kinds)
-            - (frozenset() if config.device == "cpu" else {"norm"})
-            - (frozenset() if skeleton.task is None else {"norm"}),
+            kinds=frozenset(config.kinds) - (frozenset() if skeleton.task is None else {"norm"}),
             values=BaseValues(skeleton),
             max_rank=configuration.MOST_RANK[config.device.partition(":")[0]],
         )

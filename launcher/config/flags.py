@@ -308,8 +308,8 @@ _ADAPTERS: dict[str, tuple[Flag, ...]] = {
         Flag("max-active-adapters", "maximum number of adapters in device slots", INTEGER, 1024, SHARD, minimum=1),
         Flag(
             "adapter-extra-vocab-size",
-            "rows of the embedding and the output head after those of the base model, for tokens that adapters add to "
-            "it; one CPU, without --quantize", INTEGER, 0, ROUTER | SHARD | LOADER, minimum=0, maximum=65_536, new=True,
+            "rows of the embedding and the output head after those of the base model, for tokens that adapters add; "
+            "one device, without --quantize", INTEGER, 0, ROUTER | SHARD | LOADER, minimum=0, maximum=65_536, new=True,
         ),
         Flag(
             "adapter-cycle-time-s", "seconds an adapter waits for a slot before one in use is evicted", INTEGER, 2,

@@ -68,7 +68,7 @@ def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
     if settings["quantize-activations"] == "int8" and device != "cpu" and not settings["shard-address"]:
         origin = settings.origins["quantize-activations"]
         refuse(f"{origin} int8 is refused on {device}: 8-bit activations are supported on CPU only; omit the flag")
-    _check_extra_rows(settings, device, num_ranks)
+    _check_extra_rows(settings, num_ranks)
     if settings["learn-heads"] and device != "cpu" and not settings["shard-address"]:
         refuse(f"{settings.origins['learn-heads']} is refused on {device}: heads are learned on the CPU only")
     attention, is_cpu = settings["attention"], device == "cpu"
@@ -83,12 +83,12 @@ def check_device(settings: Settings, device: str, num_ranks: int = 1) -> None:
             refuse(f"{origin} is refused: a model on one device has nothing to add up; it needs --num-shard 2 or more")
 
 
-def _check_extra_rows(settings: Settings, device: str, num_ranks: int) -> None:
+def _check_extra_rows(settings: Settings, num_ranks: int) -> None:
     if not settings["adapter-extra-vocab-size"] or settings["shard-address"]:
         return
     origin = settings.origins["adapter-extra-vocab-size"]
-    if device != "cpu" or num_ranks > 1:
-        refuse(f"{origin} is refused on {device} with {num_ranks} ranks: adapters may add tokens on one CPU only")
+    if num_ranks > 1:
+        refuse(f"{origin} is refused with {num_ranks} ranks: adapters may add tokens on one device only")
     for name in ("quantize", "learn-heads"):
         if settings[name]:
             refuse(f"{origin} is refused together with {settings.origins[name]}")

@@ -143,7 +143,7 @@ class StepInputs:
         self.head_adapter_rows = NO_ADAPTERS
         """Adapter rows of the S wanted rows and the E rows of draft tokens, which use the same output head."""
         self.norm_slots: set[int] = set()
-        """Slots of adapters that change norms."""
+        """Slots of adapters that change norms after they are computed. Steps with them are not padded."""
         # slot, rows of the step and places among the adapter's of virtual tokens, on the device
         self.virtual_rows: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         self.num_wanted = self.num_drafts = 0
@@ -210,7 +210,9 @@ class StepInputs:
         self.bounds, self._on_device = None, on_device
         input_ids = self._take_virtual(segments, input_ids)
         self._moves.clear()
-        if self._padding is not None and not self.virtual_rows:
+        changes_norms = bool(self.norm_slots) and not self.norm_slots.isdisjoint(segments.slots.tolist())
+        is_plain = not (self.virtual_rows or changes_norms)
+        if self._padding is not None and is_plain:
             num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())
             has_sums = self._groups is not None and bool((segments.slots >= self.first_sum).any())
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters, has_sums)

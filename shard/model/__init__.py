@@ -45,10 +45,10 @@ def load_model(config: ShardConfig, group: Group | None = None) -> Model:
     text_config = checkpoint.get_text_config()
     try:
         method = choose_quantization(config.quantize, checkpoint.to_dict())
-        if config.adapter_extra_vocab_size and (method or group is not None or device.type != "cpu" or pooled):
+        if config.adapter_extra_vocab_size and (method or group is not None or pooled):
             raise ValueError(
-                "--adapter-extra-vocab-size needs a generating model with plain weights on one CPU: no --quantize, no "
-                "--num-shard, no CUDA device"
+                "--adapter-extra-vocab-size needs a generating model with plain weights on one device: no --quantize, "
+                "no --num-shard"
             )
         is_integers = multiplies_integers(method, checkpoint.to_dict())
         activations = activations_of(is_integers, config.quantize_activations, config.device)

@@ -8,6 +8,7 @@ import torch
 from lorikeet.shard.batch.segments import Segment
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.model import Model
+from lorikeet.shard.model.lora.targets import LoraTarget
 
 log = structlog.get_logger()
 
@@ -86,7 +87,8 @@ def adapter_bytes(config: ShardConfig, model: Model) -> int:
         total = torch.cuda.get_device_properties(device).total_memory
         if fraction is not None:
             return int(total * fraction)
-        num_columns = sum(target.num_in + target.num_out for target in model.lora_targets.values())
+        ranked = [of for of in model.lora_targets.values() if not (isinstance(of, LoraTarget) and of.is_norm)]
+        num_columns = sum(target.num_in + target.num_out for target in ranked)
         free_of_weights = total * config.cuda_memory_fraction - torch.cuda.memory_allocated(device)
         return default_slot_bytes(total, free_of_weights, num_columns * model.info.dtype.itemsize)
     configured = (config.adapter_host_memory or 0) // config.num_ranks

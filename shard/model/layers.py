@@ -54,9 +54,7 @@ def replace_layers(
     Returns the modules that adapters can change, by name. Raises ValueError for fusions that are not available.
     """
     replace_legacy(network, backend, inputs)
-    targets = mark_targets(network, inputs, dtype)
-    if inputs.device.type == "cpu":
-        targets |= mark_norms(network, inputs)
+    targets = mark_targets(network, inputs, dtype) | mark_norms(network, inputs)
     for module in list(network.modules()):
         if is_attention(module):
             module.lorikeet_binding = AttentionBinding(backend, inputs)

@@ -179,6 +179,7 @@ class Model:
         self.heads.kernels = DeviceHeads(self.inputs, num_slots, tuned)
         targets, device = targets_of(self.lora_targets), self.info.device
         self._kernels = DeviceKernels(targets, num_slots, device, tuned, num_sums)
+        self.added_tokens.place(num_slots + num_sums, device)
         return self._kernels
 
     @torch.inference_mode()
@@ -269,10 +270,7 @@ class Model:
         inputs = self.inputs
         self.heads.prepare()
         if inputs.bounds is None:
-            logits = self.compute()[: inputs.num_logits].float()
-            if self.info.num_extra:
-                self.added_tokens.exclude(logits, inputs.head_adapter_rows)
-            return logits
+            return self.compute()[: inputs.num_logits].float()
         # [S + E, V] of the bounds
         logits = self.compute().float() if self.graphs is None else self.graphs.replay(inputs.bounds)
         drafts = logits[inputs.bounds.num_wanted :][: inputs.num_drafts]
@@ -295,6 +293,8 @@ class Model:
         logits = logits[0]
         if logits.shape[0] < inputs.num_logits:
             raise RuntimeError("Medusa heads need a model whose logits come from its output head (lm_head)")
+        if self.info.num_extra:
+            self.added_tokens.exclude(logits, inputs.head_adapter_rows)
         return logits
 
     def _trace_attention_shapes(self) -> None:

@@ -176,6 +176,9 @@ def norms(dtype: torch.dtype, width: int) -> None:
     x, weight = tensor(T, width, dtype=dtype), tensor(width, dtype=dtype)
     fused.rms_norm(x, weight, 1e-6, 0.0, True)
     fused.add_rms_norm(x, x, weight, 1e-6, 0.0, True)
+    adapters = tensor(T + 1, dtype=I32), tensor(64, 256, 5, dtype=I64), 3
+    fused.rms_norm(x, weight, 1e-6, 0.0, True, *adapters)
+    fused.add_rms_norm(x, x, weight, 1e-6, 0.0, True, *adapters)
 
 
 def rotary(dtype: torch.dtype, dim: int, width: int, has_norms: bool, stores: bool = True) -> None:

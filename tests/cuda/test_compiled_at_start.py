@@ -83,7 +83,8 @@ def test_no_step_launches_a_kernel_that_start_did_not(name: str) -> None:
             step(model, segments, heads)
     missing = set(found.launches) - compiled
     assert not missing, sorted(map(str, missing))
-    assert {launch.kernel for launch in found.launches} >= {"attend", "rotate_heads", "norm_rows", "gate_rows"}
+    norms = "adapted_norm_rows" if any(segment.slot >= 0 for segment in segments) else "norm_rows"
+    assert {launch.kernel for launch in found.launches} >= {"attend", "rotate_heads", norms, "gate_rows"}
 
 
 @pytest.mark.parametrize("name", SAMPLING)
@@ -131,5 +132,5 @@ def test_masks_of_grammars_launch_no_kernel_that_start_did_not() -> None:
 def test_what_start_launches() -> None:
     with without_values():
         names = {launch.kernel for launch in start(model_of(SHAPE, has_adapters=True))}
-    heads = {"head_block", "head_logits"}
-    assert names == {"attend", "store", "norm_rows", "rotate_heads", "gate_rows", "shrink", "expand", *heads}
+    parts = {"norm_rows", "adapted_norm_rows", "rotate_heads", "gate_rows", "head_block", "head_logits"}
+    assert names == {"attend", "store", "shrink", "expand", *parts}

@@ -15,9 +15,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lorikeet.adapters.formats import heads as files
+from lorikeet.adapters.formats.heads import MedusaShape
 from tests import tiny
 from tests.adapters import kinds
 from tests.adapters.making import make_adapter
+from tests.adapters.medusa import small
 from tests.e2e.launched import Launched
 
 PROMPTS = ("the quick brown fox", "def main() -> None:", "a parrot repeats what")
@@ -28,6 +31,10 @@ CONFIGS = {
     "wide": {"r": 16, "lora_alpha": 16, "target_modules": LINEARS, "use_rslora": True},
     "head": {"r": 8, "lora_alpha": 16, "target_modules": ["lm_head", "o_proj"]},
 }
+SIXTEEN = (
+    "PROMPT_TUNING", "PREFIX_TUNING", "CPT", "P_TUNING", "DoRA", "ADALORA", "MISS", "VERA", "LN_TUNING", "IA3", "OFT",
+    "LOHA", "BEFT", "RANDLORA", "TRAINABLE_TOKENS", "TINYLORA",
+)  # fmt: skip
 
 
 @dataclass
@@ -100,6 +107,28 @@ def test_tokens_in_a_batch_equal_peft_s(scene: Scene) -> None:
     plain = {prompt: ids for (prompt, name), ids in zip(wanted, expected, strict=True) if name is None}
     changed = [ids != plain[prompt] for (prompt, name), ids in zip(wanted, expected, strict=True) if name]
     assert sum(changed) >= 0.9 * len(changed)
+
+
+@pytest.mark.long
+@pytest.mark.filterwarnings("ignore")  # PEFT's own, of several types
+def test_sixteen_kinds_at_once_with_drafts_equal_peft_s(scene: Scene) -> None:
+    for name in SIXTEEN:
+        if not (scene.roots / name).exists():
+            kinds.make(name, scene.base, scene.roots / name)
+    files.write(scene.roots / "heads", small.heads(MedusaShape(3, 1, 64), scale=0.01))
+    wanted = [(PROMPTS[index % len(PROMPTS)], name) for index, name in enumerate((*SIXTEEN, None))]
+    ways = [{"speculative_method": "lookup"}, {"speculative_method": "medusa", "heads_id": "heads"}]
+
+    def ids(index: int) -> list[int]:
+        drafts = {**ways[index % 2], "speculative_schedule": "constant"}
+        return scene.ids(*wanted[index], ignore_eos_token=True, **drafts)
+
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        given = list(pool.map(ids, range(len(wanted))))
+    assert given == [oracle(scene, *pair) for pair in wanted]
+    plain = {prompt: oracle(scene, prompt, None) for prompt in PROMPTS}
+    changed = [ids != plain[prompt] for (prompt, name), ids in zip(wanted, given, strict=True) if name]
+    assert sum(changed) >= 0.75 * len(changed)
 
 
 def test_the_answer_names_its_adapter(scene: Scene) -> None:

@@ -22,8 +22,8 @@ MUTANTS = [
     Mutant(
         "a step with virtual tokens is replayed from a graph",
         "shard/batch/inputs.py",
-        "if self._padding is not None and not self.virtual_rows:",
-        "if self._padding is not None:",
+        "is_plain = not (self.virtual_rows or changes_norms)",
+        "is_plain = not changes_norms",
         "tests/shard/batch/test_inputs.py::test_a_step_with_virtual_tokens_is_not_padded_and_has_their_rows",
     ),
     Mutant(

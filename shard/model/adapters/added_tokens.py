@@ -19,18 +19,34 @@ class AddedTokens:
         """`first`: the lowest id of an added token."""
         self._first = first
         self._counts: dict[int, int] = {}
+        # [slots + 1] int64 where kernels compute adapters: the same, and 0 for rows without an adapter
+        self._table = torch.zeros(1, dtype=torch.long)
+
+    def place(self, num_slots: int, device: torch.device) -> None:
+        """Let a device know them too, whose steps may be captured before any adapter is in a slot."""
+        self._table = torch.zeros(num_slots + 1, dtype=torch.long, device=device)
 
     def put(self, slot: int, count: int) -> None:
         """Let rows of `slot` choose the first `count` of them."""
         if count:
             self._counts[slot] = count
+            if slot < len(self._table) - 1:
+                self._table[slot].fill_(count)
 
     def clear(self, slot: int) -> None:
         """Empty `slot`."""
-        self._counts.pop(slot, None)
+        if self._counts.pop(slot, 0) and slot < len(self._table) - 1:
+            self._table[slot].zero_()
 
     def exclude(self, logits: torch.Tensor, rows: AdapterRows) -> None:
         """Set the logits of tokens that a row does not have to -inf. logits: [rows, V], in place."""
+        if rows.groups is not None:
+            added = logits[:, self._first :]
+            # the last entry for rows of slot -1
+            counts = self._table[rows.groups.row_slots[: len(logits)].long()]
+            is_absent = torch.arange(added.shape[1], device=logits.device) >= counts[:, None]
+            added.masked_fill_(is_absent, float("-inf"))
+            return
         own = [
             logits[first : first + count, self._first : self._first + self._counts[slot]]
             for slot, first, count in rows.tasks.tolist()

@@ -54,6 +54,7 @@ class DeviceKernels:
         self.device = device
         self._tuned = tuned
         self._index = {target: index for index, target in enumerate(targets)}
+        self._norms = [target for target in targets if target.is_norm and not target.is_adapted_inside]
         # [slots, targets, ENTRY] rank and addresses, 0 for none
         self.table = torch.zeros(num_slots + num_sums, len(targets), ENTRY.value, dtype=torch.int64, device=device)
         self._num_slots = num_slots
@@ -83,6 +84,7 @@ class DeviceKernels:
         """
         offsets = image.entries[:, 1:]
         self._changes[slot] = (offsets >= 0).any(axis=1)
+        self._note_norms(slot)
         entries = image.entries.copy()
         entries[:, 1:] = np.where(offsets >= 0, offsets + memory.data_ptr(), 0)
         self.table[slot].copy_(sendable(torch.from_numpy(entries), self.device), non_blocking=True)
@@ -92,6 +94,7 @@ class DeviceKernels:
         """Empty `slot`, for steps launched from now on."""
         self.table[slot].zero_()
         self._changes[slot] = False
+        self._note_norms(slot)
         self._memories.pop(slot, None)
 
     def compose(self, slot: int, composition: Composition, slots: Sequence[int]) -> None:
@@ -155,6 +158,23 @@ class DeviceKernels:
     def change(self, rows: AdapterRows, target: LoraTarget) -> bool:
         """Whether the adapter of one of the rows changes the target."""
         return bool(self._changes[rows.tasks[:, 0], self._index[target]].any())
+
+    def norm_changes(
+        self, rows: AdapterRows, target: LoraTarget, num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """What the kernel of a norm of `num_rows` rows reads: [rows or more] int32 the slot of each, -1 for none; the
+        table; and the place of the norm in it. Raises RuntimeError for other rows than those of all tokens.
+        """
+        slots = _groups_of(rows).row_slots
+        if num_rows != len(slots) - 1:
+            raise RuntimeError(f"{target.name}: adapters need the rows of all tokens")
+        return slots, self.table, self._index[target]
+
+    def _note_norms(self, slot: int) -> None:
+        """Steps whose adapters change norms after their kernels cannot be replayed."""
+        if self._norms:
+            changes = self._changes[slot, [self._index[norm] for norm in self._norms]]
+            self._norms[0].note_norm(slot, bool(changes.any()))
 
     def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]:
         """[num_rows] int32 the slot of each row of the step, -1 for none; and the number of slots."""

@@ -19,6 +19,7 @@ from lorikeet.shard.model.fusion.patterns import FORMS, AttentionParts, MlpParts
 from lorikeet.shard.model.fusion.verify import PositionEmbeddings
 from lorikeet.shard.model.kernels import cpu, integer
 from lorikeet.shard.model.kernels.packing import PackedMatrix, StreamedMatrix
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.quantization.integers import IntegerLinear, IntegerMatrix
 
 HeadNorms = tuple[Norm, Norm] | None
@@ -34,6 +35,8 @@ class FusionKernels(Protocol):
     """Whether gate and up are one product."""
     keeps_outputs: bool = False
     """Whether `output` returns the module that it is given."""
+    adapts_norms: bool = False
+    """Whether norms read what adapters change in their output. Others are changed after the norm."""
     stores_kv: bool = False
     """Whether `rotate` can write K and V to their pages."""
     compiles_layers: bool = False
@@ -55,10 +58,12 @@ class FusionKernels(Protocol):
         """The module to use in place of the last product of a block."""
         return part
 
-    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
-        """x: [..., H]."""
+    def rms_norm(self, x: Tensor, norm: Norm, adapters: LoraTarget | None = None) -> Tensor:
+        """x: [..., H]; adapters: of the norm, of kernels that adapt norms."""
 
-    def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, added: Tensor, norm: Norm, adapters: LoraTarget | None = None
+    ) -> tuple[Tensor, Tensor]:
         """x, added: [..., H]. Returns their sum, rounded, and the norm of the sum."""
 
     def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
@@ -107,11 +112,13 @@ class CpuKernels(FusionKernels):
     def output(self, part: Any) -> nn.Module:
         return PackedLinear(self.join([part]), target_of(part))
 
-    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm, adapters: LoraTarget | None = None) -> Tensor:
         made: Tensor = self.code.rms_norm(x, described_norm(norm))
         return made
 
-    def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, added: Tensor, norm: Norm, adapters: LoraTarget | None = None
+    ) -> tuple[Tensor, Tensor]:
         sums = x + added
         return sums, self.rms_norm(sums, norm)
 
@@ -187,6 +194,7 @@ class CudaKernels(FusionKernels):
     """Triton, any number format."""
 
     keeps_outputs = True
+    adapts_norms = True
     stores_kv = True
 
     def __init__(self) -> None:
@@ -210,13 +218,17 @@ class CudaKernels(FusionKernels):
     def _can_join(self, parts: Sequence[Any]) -> bool:
         return _are_alike(parts) or not any(isinstance(part, IntegerLinear) for part in parts)
 
-    def rms_norm(self, x: Tensor, norm: Norm) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: Norm, adapters: LoraTarget | None = None) -> Tensor:
         offset, rounds = norm.form
-        return self._triton.rms_norm(x, norm.weight, norm.epsilon, offset, rounds)
+        slots, table, target = _changes(adapters, x)
+        return self._triton.rms_norm(x, norm.weight, norm.epsilon, offset, rounds, slots, table, target)
 
-    def add_rms_norm(self, x: Tensor, added: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+    def add_rms_norm(
+        self, x: Tensor, added: Tensor, norm: Norm, adapters: LoraTarget | None = None
+    ) -> tuple[Tensor, Tensor]:
         offset, rounds = norm.form
-        return self._triton.add_rms_norm(x, added, norm.weight, norm.epsilon, offset, rounds)
+        slots, table, target = _changes(adapters, x)
+        return self._triton.add_rms_norm(x, added, norm.weight, norm.epsilon, offset, rounds, slots, table, target)
 
     def gate(self, products: Sequence[Tensor], is_tanh: bool) -> Tensor:
         return self._triton.gate(products[0], is_tanh)
@@ -234,6 +246,13 @@ class CudaKernels(FusionKernels):
             qkv, cos, sin, shape, query.weight, key.weight, slots, keys, values, query.epsilon, query.form.offset,
             query.form.rounds,
         )  # fmt: skip
+
+
+def _changes(adapters: LoraTarget | None, x: Tensor) -> tuple[Tensor | None, Tensor | None, int]:
+    """What a kernel reads of a norm's adapters in the current step: see `Kernels.norm_changes`. x: [..., H]."""
+    if adapters is None or adapters.kernels is None or not len(rows := adapters.rows):
+        return None, None, 0
+    return adapters.kernels.norm_changes(rows, adapters, x.shape[:-1].numel())
 
 
 class FusedMatrix(PackedMatrix):

@@ -38,11 +38,11 @@ class FusedNorm(nn.Module):
         precomputed, self._precomputed = self._precomputed, None
         if precomputed is not None and precomputed[0] is x:
             return precomputed[1]
-        return self._adapted(self._kernels.rms_norm(x, self.norm))
+        return self._adapted(self._kernels.rms_norm(x, self.norm, self.adapters))
 
     def of_sum(self, x: torch.Tensor, added: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x, added: [..., H]. Returns their sum and the norm of the sum."""
-        total, normed = self._kernels.add_rms_norm(x, added, self.norm)
+        total, normed = self._kernels.add_rms_norm(x, added, self.norm, self.adapters)
         return total, self._adapted(normed)
 
     def precompute(self, x: torch.Tensor, added: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class FusedNorm(nn.Module):
         return self._precomputed[0]
 
     def _adapted(self, y: torch.Tensor) -> torch.Tensor:
-        return y if self.adapters is None else self.adapters.adapt_norm(y)
+        return y if self.adapters is None or self._kernels.adapts_norms else self.adapters.adapt_norm(y)
 
 
 class FusedMlp(nn.Module):
@@ -102,6 +102,8 @@ def fuse_norm(module: nn.Module, kernels: FusionKernels) -> FusedNorm | None:
         return None
     chosen = FusedNorm(kernels, replace(norm, form=kernels.forms[nearest]))
     chosen.adapters = target_of(module)
+    if chosen.adapters is not None:
+        chosen.adapters.is_adapted_inside = kernels.adapts_norms
     return chosen
 
 

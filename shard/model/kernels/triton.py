@@ -55,7 +55,48 @@ def norm_rows(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < count
+    normed = _normed(
+        x, added, weight, sums, row, columns, mask, count, x_stride, added_stride, epsilon, y.dtype.element_ty,
+        OFFSET, ROUNDS, ADDS,
+    )  # fmt: skip
+    tl.store(y + row * count + columns, normed, mask=mask)
+
+
+@triton.jit(do_not_specialize=["target", "num_targets"])
+def adapted_norm_rows(
+    x, added, weight, sums, y, slots, table, target, num_targets, count, x_stride, added_stride, epsilon,
+    BLOCK: tl.constexpr, OFFSET: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr, ENTRY: tl.constexpr,
+):  # fmt: skip
+    """As `norm_rows`, then the scale and the bias of the adapter in the row's slot, if it has any for the target.
+    table: by slot and target ENTRY numbers each, rank and addresses of a, b, scale and bias, 0 for none.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < count
     element: tl.constexpr = y.dtype.element_ty
+    slot = tl.load(slots + row)
+    entry = table + (tl.maximum(slot, 0) * num_targets + target) * ENTRY
+    scale_at = tl.where(slot >= 0, tl.load(entry + 3), 0)
+    bias_at = tl.where(slot >= 0, tl.load(entry + 4), 0)
+    normed = _normed(
+        x, added, weight, sums, row, columns, mask, count, x_stride, added_stride, epsilon, element, OFFSET, ROUNDS,
+        ADDS,
+    )  # fmt: skip
+    if (scale_at != 0) | (bias_at != 0):
+        # the number of each: all or none
+        num_scales, num_biases = tl.where(scale_at != 0, count, 0), tl.where(bias_at != 0, count, 0)
+        scale = tl.load(scale_at.to(tl.pointer_type(tl.float32)) + columns, mask=columns < num_scales, other=1.0)
+        bias = tl.load(bias_at.to(tl.pointer_type(tl.float32)) + columns, mask=columns < num_biases, other=0.0)
+        normed = rounded(scale * normed.to(tl.float32) + bias, element)
+    tl.store(y + row * count + columns, normed, mask=mask)
+
+
+@triton.jit
+def _normed(
+    x, added, weight, sums, row, columns, mask, count, x_stride, added_stride, epsilon, element: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDS: tl.constexpr, ADDS: tl.constexpr,
+):  # fmt: skip
+    """[columns] of a row; with ADDS the sum is stored too."""
     values = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
     if ADDS:
         values += tl.load(added + row * added_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -64,7 +105,7 @@ def norm_rows(
         values = total.to(tl.float32)
     scale = tl.rsqrt(tl.sum(values * values, axis=0) / count + epsilon)
     weights = tl.load(weight + columns, mask=mask, other=0.0)
-    tl.store(y + row * count + columns, _weighted(values * scale, weights, OFFSET, ROUNDS, element), mask=mask)
+    return _weighted(values * scale, weights, OFFSET, ROUNDS, element)
 
 
 @triton.jit
@@ -171,14 +212,18 @@ def rotate_heads(
 
 
 @operator("rms_norm", mutates_args=())
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool,
+    slots: torch.Tensor | None = None, table: torch.Tensor | None = None, target: int = 0,
+) -> torch.Tensor:  # fmt: skip
     """`(weight + offset) * x / sqrt(mean(x²) + epsilon)` over the last axis; `rounds` before the weight is applied.
 
-    x: [..., H]; weight: [H]. Returns [..., H], contiguous.
+    x: [..., H]; weight: [H]. Returns [..., H], contiguous; with slots, [rows or more] int32, and the table of
+    DeviceKernels, as the adapters of the rows change the target's output.
     """
     rows = _rows(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _launch_norm(rows, rows, weight, y, y, (epsilon, offset, rounds), adds=False)
+    _launch_norm(rows, rows, weight, y, y, (epsilon, offset, rounds), (slots, table, target), adds=False)
     return y
 
 
@@ -189,11 +234,12 @@ def _(x: torch.Tensor, *_: object) -> torch.Tensor:
 
 @operator("add_rms_norm", mutates_args=())
 def add_rms_norm(
-    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float, offset: float, rounds: bool,
+    slots: torch.Tensor | None = None, table: torch.Tensor | None = None, target: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """x, added: [..., H]. Returns `x + added`, rounded, and its `rms_norm`."""
     sums, y = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
-    _launch_norm(_rows(x), _rows(added), weight, sums, y, (epsilon, offset, rounds), adds=True)
+    _launch_norm(_rows(x), _rows(added), weight, sums, y, (epsilon, offset, rounds), (slots, table, target), adds=True)
     return sums, y
 
 
@@ -259,16 +305,23 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 def _launch_norm(
     x: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, sums: torch.Tensor, y: torch.Tensor,
-    form: tuple[float, float, bool], adds: bool,
+    form: tuple[float, float, bool], adapters: tuple[torch.Tensor | None, torch.Tensor | None, int], adds: bool,
 ) -> None:  # fmt: skip
-    """x, added, sums, y: [rows, H]; form: epsilon, offset and whether it rounds."""
-    count, (epsilon, offset, rounds) = x.shape[1], form
+    """x, added, sums, y: [rows, H]; form: epsilon, offset and whether it rounds; adapters: slots, table and target."""
+    count, (epsilon, offset, rounds), (slots, table, target) = x.shape[1], form, adapters
+    sizes = count, x.stride(0), added.stride(0), epsilon
+    block, warps = triton.next_power_of_2(count), num_warps(count)
     with torch.cuda.device_of(x):
-        norm_rows[(x.shape[0],)](
-            x, added, weight, sums, y, count, x.stride(0), added.stride(0), epsilon,
-            BLOCK=triton.next_power_of_2(count), OFFSET=offset, ROUNDS=rounds, ADDS=adds, num_warps=num_warps(count),
-            **FIXED,
-        )  # fmt: skip
+        if slots is None or table is None:
+            norm_rows[(x.shape[0],)](
+                x, added, weight, sums, y, *sizes, BLOCK=block, OFFSET=offset, ROUNDS=rounds, ADDS=adds,
+                num_warps=warps, **FIXED,
+            )  # fmt: skip
+        else:
+            adapted_norm_rows[(x.shape[0],)](
+                x, added, weight, sums, y, slots, table, target, table.shape[1], *sizes, BLOCK=block, OFFSET=offset,
+                ROUNDS=rounds, ADDS=adds, ENTRY=table.shape[2], num_warps=warps, **FIXED,
+            )  # fmt: skip
 
 
 def num_warps(count: int) -> int:

@@ -169,6 +169,10 @@ class Kernels(Protocol):
 
     def change(self, rows: AdapterRows, target: "LoraTarget") -> bool: ...
 
+    def norm_changes(
+        self, rows: AdapterRows, target: "LoraTarget", num_rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, int]: ...
+
     def pair_slots(self, rows: AdapterRows, num_rows: int) -> tuple[torch.Tensor, int]: ...
 
     def pair_tasks(self, pairs: SortedPairs) -> PairTasks: ...
@@ -184,7 +188,9 @@ class LoraTarget:
         self.num_in, self.num_out = num_in, num_out
         self.is_embedding = False
         self.is_norm = False
-        """Whether the module is a norm, of which adapters change scale and bias; on CPU only."""
+        """Whether the module is a norm, of which adapters change scale and bias."""
+        self.is_adapted_inside = False
+        """Of a norm, whether its own kernel does so, in captured steps too."""
         # [out] float32, the module's bias, or None
         self.base_bias: torch.Tensor | None = None
         # [out] float32: squared norm of each row of W; empty for embeddings
@@ -226,7 +232,11 @@ class LoraTarget:
         """Set the entry of `slot` for compiled code: rank and addresses of a, b, scale and bias, 0 for none."""
         self.table[slot] = _Weights(*entry)
         if self.is_norm:
-            (self._inputs.norm_slots.add if any(entry) else self._inputs.norm_slots.discard)(slot)
+            self.note_norm(slot, any(entry))
+
+    def note_norm(self, slot: int, changes: bool) -> None:
+        """Let steps know whether the adapter in `slot` changes norms after they are computed."""
+        (self._inputs.norm_slots.add if changes else self._inputs.norm_slots.discard)(slot)
 
     def adapt_norm(self, y: torch.Tensor) -> torch.Tensor:
         """Change a norm's output as the step's adapters do. y: [..., H], in place, of all tokens.

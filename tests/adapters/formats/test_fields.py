@@ -175,7 +175,7 @@ REFUSED: dict[tuple[str, str], Any] = {
     ("LORA", "megatron_config"): {"hidden_size": 64},
     ("PVERA", "sample_at_inference"): True,
 }
-"""Settings that are refused by their name."""
+"""Settings that are rejected with an error that names them."""
 ELSEWHERE = {
     ("LORA", "alora_invocation_tokens"): "tests/shard/engine/test_activated_lora.py",
     ("LORA", "target_parameters"): "tests/shard/engine/adapter_exactness.py",
@@ -227,7 +227,7 @@ def test_settings_of_virtual_tokens_are_of_training_or_shapes(kind: str) -> None
 
 
 @pytest.mark.parametrize(("kind", "name"), REFUSED)
-def test_other_settings_are_refused_by_name(kind: str, name: str) -> None:
+def test_other_settings_are_rejected_and_named(kind: str, name: str) -> None:
     with pytest.raises(NotServed, match=f"`{name}`"):
         configuration.served({"peft_type": kind, "r": 4, "lora_alpha": 8, name: REFUSED[kind, name]})
 

@@ -399,13 +399,13 @@ def test_an_attention_backend_is_not_replaced_by_another(name: str, wrong: str, 
         rules.check_device(values, wrong)
 
 
-def test_adapters_may_add_tokens_to_plain_weights_on_one_cpu() -> None:
+def test_adapters_may_add_tokens_to_plain_weights_on_one_device() -> None:
     flags = ("--adapter-extra-vocab-size", "8")
-    rules.check_device(settings(*flags), "cpu")
+    for device in ("cpu", "cuda:0"):
+        rules.check_device(settings(*flags), device)
+        with pytest.raises(LauncherError, match="--adapter-extra-vocab-size is refused with 2 ranks"):
+            rules.check_device(settings(*flags), device, num_ranks=2)
     rules.check_device(settings(*flags, "--shard-address", "127.0.0.1:1"), "cuda:0", num_ranks=2)
-    for device, num_ranks in (("cuda:0", 1), ("cpu", 2)):
-        with pytest.raises(LauncherError, match=f"--adapter-extra-vocab-size is refused on {device} with {num_ranks}"):
-            rules.check_device(settings(*flags), device, num_ranks)
     for other in (("--quantize", "int8"), ("--learn-heads",)):
         with pytest.raises(LauncherError, match=rf"is refused together with {other[0]}"):
             rules.check_device(settings(*flags, *other), "cpu")

@@ -135,12 +135,8 @@ def test_other_requests_get_the_bits_of_a_server_without_such_tokens(tmp_path: P
     assert set(ADDED) <= set(own) and max(own) < SIZE + 2, "all tokens of the adapter, and no others"
 
 
-@pytest.mark.parametrize(("name", "changes"), [("int8", {"quantize": "int8"}), ("CUDA", {"device": "cuda"})])
-def test_where_rows_cannot_be_added_the_server_does_not_start(
-    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+def test_where_rows_cannot_be_added_the_server_does_not_start(tmp_path: Path) -> None:
     base = tiny.make("llama", tmp_path / "base", seed=1)
-    config = ShardConfig("llama", str(base), "unix:/dev/null", adapter_extra_vocab_size=EXTRA, **changes)
-    with pytest.raises(ValueError, match="plain weights on one CPU"):
+    config = ShardConfig("llama", str(base), "unix:/dev/null", adapter_extra_vocab_size=EXTRA, quantize="int8")
+    with pytest.raises(ValueError, match="plain weights on one device"):
         load_model(config)

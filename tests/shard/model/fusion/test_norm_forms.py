@@ -19,6 +19,7 @@ from lorikeet.shard.model.fusion.kernels import CpuKernels, FusionKernels
 from lorikeet.shard.model.fusion.parts import fuse_norm
 from lorikeet.shard.model.fusion.patterns import FORMS, Norm, NormForm
 from lorikeet.shard.model.kernels import cpu
+from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.system import comparison
 
 LLAMA, OLMO, GEMMA = FORMS
@@ -39,7 +40,7 @@ WEIGHTS = {
 class TorchKernels(FusionKernels):
     """Norms of any form in PyTorch."""
 
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, norm: Norm, adapters: LoraTarget | None = None) -> torch.Tensor:
         wide = x.double()
         scaled = wide * (wide.square().mean(-1, keepdim=True) + norm.epsilon).rsqrt()
         scaled = (scaled.to(x.dtype) if norm.form.rounds else scaled).double()
@@ -49,7 +50,7 @@ class TorchKernels(FusionKernels):
 class WithoutOffset(TorchKernels):
     """Computes every form without its offset."""
 
-    def rms_norm(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    def rms_norm(self, x: torch.Tensor, norm: Norm, adapters: LoraTarget | None = None) -> torch.Tensor:
         return super().rms_norm(x, Norm(norm.weight, norm.epsilon, norm.form._replace(offset=0.0)))
 
 
