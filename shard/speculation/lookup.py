@@ -3,19 +3,28 @@
 The match is the longest suffix of the known tokens that occurred before, of at most `longest` tokens. One table per
 length maps the hash of that many tokens to where they last ended; a known token costs one entry in each. Saxena 2023,
 "Prompt lookup decoding"; LoRAX's variant takes the first occurrence of the last token alone.
+
+The index is compiled (lookup.c), or in Python where a machine has no compiler.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from ctypes import Structure, byref, c_int64, c_uint32, c_void_p
+from functools import cache
+from pathlib import Path
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Method
 from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages, kind_of
 from lorikeet.shard.speculation.states import NO_STATE, DraftKind
+from lorikeet.shard.system.native import CompilerMissing, library
+
+log = structlog.get_logger()
 
 _BASE = 0x9E3779B97F4A7C15
 _MASK = (1 << 64) - 1
@@ -36,7 +45,7 @@ class LookupDrafter(Drafter):
 
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
-        self._indices: dict[Request, Lookup] = {}
+        self._indices: dict[Request, Lookup | CompiledLookup] = {}
 
     @classmethod
     def make(cls, settings: DraftSettings, pages: Pages) -> Self | None:
@@ -79,10 +88,11 @@ class LookupDrafter(Drafter):
         self._indices.pop(request, None)
         request.match_length = 1
 
-    def index(self, request: Request) -> "Lookup":
+    def index(self, request: Request) -> "Lookup | CompiledLookup":
         """An index of the request's tokens so far."""
         settings, params = self._settings, request.speculation
-        return Lookup(request.token_ids, settings.ngram_min, settings.ngram_max, params.prediction_ids)
+        made = CompiledLookup if is_compiled() else Lookup
+        return made(request.token_ids, settings.ngram_min, settings.ngram_max, params.prediction_ids)
 
 
 class Lookup:
@@ -148,3 +158,84 @@ class Lookup:
             if length >= self._lengths[0]:
                 ends = range(first + length, first + len(tokens) + 1)
                 self._tables[length - self._lengths[0]].update(zip(hashes[length - 1 :].tolist(), ends, strict=True))
+
+
+SOURCE = Path(__file__).with_name("lookup.c")
+FIRST_CAPACITY = 256
+"""Tokens that a new index has room for; a full one gets twice as much."""
+
+
+class _Text(Structure):
+    """`Text` of lookup.c."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("tokens", "tables")),
+        *((name, c_int64) for name in ("num_entries", "num_tokens", "start", "shortest", "longest", "match_end")),
+    ]
+
+
+@cache
+def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
+    """Extend and propose. Raises CompilerMissing."""
+    own = library(SOURCE)
+    extend, propose = own.lookup_extend, own.lookup_propose
+    extend.restype = propose.restype = c_int64
+    extend.argtypes, propose.argtypes = (c_void_p, c_int64), (c_void_p, c_int64, c_void_p)
+    return extend, propose
+
+
+@cache
+def is_compiled() -> bool:
+    """Whether this machine can compile the index, or has it compiled in advance; logs once why not."""
+    try:
+        _functions()
+    except CompilerMissing as reason:
+        log.warning("lookup_not_compiled", reason=str(reason))
+        return False
+    return True
+
+
+class CompiledLookup:
+    """As `Lookup`, by lookup.c."""
+
+    def __init__(
+        self, token_ids: Sequence[int], shortest: int = 1, longest: int = 8, before: Sequence[int] = ()
+    ) -> None:
+        """`before` is another text to search. Raises CompilerMissing."""
+        self._extend, self._propose = _functions()
+        self._text = _Text(start=len(before), shortest=shortest, longest=longest, match_end=-1)
+        self._reference = byref(self._text)
+        # [capacity]
+        self._tokens: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
+        self._num_tokens = 0
+        self.match_length = 0
+        """Tokens of the longest match."""
+        self.extend([*before, *token_ids])
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        if not token_ids:
+            return
+        first, end = self._num_tokens, self._num_tokens + len(token_ids)
+        if end > len(self._tokens):
+            self._grow(end)
+        self._tokens[first:end] = token_ids
+        self._num_tokens = end
+        self.match_length = self._extend(self._reference, end - first)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        drafts = (c_uint32 * num_tokens)()
+        num_drafts = self._propose(self._reference, num_tokens, drafts)
+        return drafts[:num_drafts]
+
+    def _grow(self, num_tokens: int) -> None:
+        """Make room for so many tokens in all, and index those that are there again."""
+        capacity, text = FIRST_CAPACITY, self._text
+        while capacity < num_tokens:
+            capacity *= 2
+        known, self._tokens = self._tokens[: self._num_tokens], np.zeros(capacity, np.uint32)
+        self._tokens[: len(known)] = known
+        # [lengths, entries]: more than half of them stay empty
+        self._tables = np.zeros((text.longest - text.shortest + 1, 2 * capacity), np.uint32)
+        text.tokens, text.tables = self._tokens.ctypes.data, self._tables.ctypes.data
+        text.num_entries, text.num_tokens = 2 * capacity, 0
+        self._extend(self._reference, len(known))

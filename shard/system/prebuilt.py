@@ -63,6 +63,7 @@ LEVELS = (
 LIBRARIES: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("system/cores.c", ()),
     ("speculation/history.c", ()),
+    ("speculation/lookup.c", ()),
     ("attention/cpu.c", ("BF16=0", "PAIRED=1")),
     ("attention/cpu.c", ("BF16=1", "PAIRED=1")),
     ("model/lora/targets.c", ("BF16=0",)),

@@ -1,13 +1,18 @@
 """Prompt lookup against its definition, written out."""
 
+import random
 from collections.abc import Sequence
 
-from hypothesis import given
+import pytest
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lorikeet.shard.speculation.lookup import Lookup
+from lorikeet.proto.params import FIRST_VIRTUAL_ID
+from lorikeet.shard.speculation.lookup import FIRST_CAPACITY, CompiledLookup, Lookup
 
 TOKENS = st.integers(0, 3)
+Kind = type[Lookup] | type[CompiledLookup]
+both = pytest.mark.parametrize("kind", [Lookup, CompiledLookup])
 
 
 def defined(text: Sequence[int], shortest: int, longest: int, num_tokens: int) -> list[int]:
@@ -20,19 +25,28 @@ def defined(text: Sequence[int], shortest: int, longest: int, num_tokens: int) -
     return []
 
 
-@given(st.lists(TOKENS, min_size=1, max_size=60), st.integers(1, 3), st.integers(0, 6), st.integers(0, 59))
-def test_the_longest_suffix_most_recently(text: list[int], shortest: int, more: int, cut: int) -> None:
+@both
+@given(
+    text=st.lists(TOKENS, min_size=1, max_size=60),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 6),
+    cut=st.integers(0, 59),
+)
+def test_the_longest_suffix_most_recently(kind: Kind, text: list[int], shortest: int, more: int, cut: int) -> None:
     first = max(1, min(cut, len(text)))
-    lookup = Lookup(text[:first], shortest, shortest + more)
+    lookup = kind(text[:first], shortest, shortest + more)
     for end in range(first, len(text) + 1):
         assert lookup.propose(5) == defined(text[:end], shortest, shortest + more, 5)
         assert lookup.propose(0) == []
         lookup.extend(text[end : end + 1])
 
 
-@given(st.lists(TOKENS, min_size=1, max_size=30), st.lists(TOKENS, min_size=1, max_size=30))
-def test_another_text_is_searched_but_no_match_crosses_the_border(before: list[int], text: list[int]) -> None:
-    lookup = Lookup(text, 1, 4, before)
+@both
+@given(before=st.lists(TOKENS, min_size=1, max_size=30), text=st.lists(TOKENS, min_size=1, max_size=30))
+def test_another_text_is_searched_but_no_match_crosses_the_border(
+    kind: Kind, before: list[int], text: list[int]
+) -> None:
+    lookup = kind(text, 1, 4, before)
     drafted = lookup.propose(4)
     own = defined(text, 1, 4, 4)
     in_other = [
@@ -44,7 +58,34 @@ def test_another_text_is_searched_but_no_match_crosses_the_border(before: list[i
     assert drafted == own or drafted in in_other
 
 
-def test_a_text_without_matches_gives_no_draft() -> None:
-    assert Lookup([1, 2, 3]).propose(5) == []
-    assert Lookup([3]).propose(5) == []
-    assert Lookup([3, 1, 3], shortest=2).propose(5) == []
+@both
+def test_a_text_without_matches_gives_no_draft(kind: Kind) -> None:
+    assert kind([1, 2, 3]).propose(5) == []
+    assert kind([3]).propose(5) == []
+    assert kind([3, 1, 3], shortest=2).propose(5) == []
+
+
+@given(
+    seed=st.integers(0, 1 << 32),
+    num_words=st.integers(1, 400),
+    num_before=st.integers(0, 2 * FIRST_CAPACITY),
+    lengths=st.tuples(st.integers(1, 4), st.integers(0, 8)),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_compiled_index_is_that_in_python(
+    seed: int, num_words: int, num_before: int, lengths: tuple[int, int]
+) -> None:
+    """While it grows, by any numbers of tokens, with ids up to those of virtual tokens."""
+    drawn, (shortest, more) = random.Random(seed), lengths
+    words = [drawn.choice((drawn.randrange(200_000), FIRST_VIRTUAL_ID + drawn.randrange(4))) for _ in range(num_words)]
+    text = [drawn.choice(words) for _ in range(5 * FIRST_CAPACITY)]
+    before, first = [drawn.choice(words) for _ in range(num_before)], drawn.randrange(1, len(text))
+    indices = [kind(text[:first], shortest, shortest + more, before) for kind in (Lookup, CompiledLookup)]
+    while first < len(text):
+        count = drawn.randrange(5)
+        for index in indices:
+            index.extend(text[first : first + count])
+        first += count
+        num_tokens = drawn.randrange(9)
+        expected, found = ((index.match_length, index.propose(num_tokens)) for index in indices)
+        assert expected == found

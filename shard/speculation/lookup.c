@@ -1,0 +1,58 @@
+// The index of one text: for each length, a hash table of where sequences of so many tokens last ended (lookup.py).
+#include <stdint.h>
+#include <string.h>
+
+#define BASE 0x9E3779B97F4A7C15ull
+#define MIX 0xD1B54A32D192ED03ull
+
+typedef struct {
+    uint32_t *tokens;     // [at least num_tokens]
+    uint32_t *tables;     // [longest - shortest + 1, num_entries] where a sequence ends in `tokens`, 0 for none
+    int64_t num_entries;  // a power of two, more than num_tokens
+    int64_t num_tokens, start, shortest, longest, match_end;
+} Text;
+
+// The entry of the `length` tokens before `end`: theirs, or an empty one.
+static inline uint32_t *entry(const Text *text, uint64_t hash, int64_t end, int64_t length) {
+    uint32_t *table = text->tables + (length - text->shortest) * text->num_entries;
+    const uint32_t *sequence = text->tokens + end - length;
+    uint64_t last = text->num_entries - 1, at = hash * MIX >> 32 & last;
+    while (table[at] && memcmp(text->tokens + table[at] - length, sequence, length * sizeof *sequence))
+        at = (at + 1) & last;
+    return table + at;
+}
+
+// `count` more tokens are in `tokens`. Returns the length of the longest match of the last one, 0 without one, and notes in match_end
+// where its continuation begins, -1 without one.
+int64_t lookup_extend(Text *text, int64_t count) {
+    int64_t match_length = 0;
+    while (count--) {
+        int64_t end = ++text->num_tokens, known = end > text->start ? end - text->start : end;
+        int64_t deepest = known < text->longest ? known : text->longest;
+        uint64_t hash = 0, weight = 1;
+        text->match_end = -1, match_length = 0;
+        for (int64_t length = 1; length <= deepest; length++, weight *= BASE) {
+            hash += (text->tokens[end - length] + 1ull) * weight;
+            if (length < text->shortest)
+                continue;
+            uint32_t *found = entry(text, hash, end, length);
+            if (*found)
+                text->match_end = *found, match_length = length;
+            *found = (uint32_t)end;
+        }
+    }
+    return match_length;
+}
+
+// Writes at most `most` tokens that follow the match into `drafts`. Returns their number. What follows a match in the first text
+// stops where that ends; a match that reaches the newest token goes on from its beginning.
+int64_t lookup_propose(const Text *text, int64_t most, uint32_t *drafts) {
+    int64_t first = text->match_end;
+    if (first < 0)
+        return 0;
+    int64_t num_known = (first <= text->start ? text->start : text->num_tokens) - first;
+    int64_t num_drafts = first <= text->start && num_known < most ? num_known : most;
+    for (int64_t i = 0; i < num_drafts; i++)
+        drafts[i] = text->tokens[first + i % num_known];
+    return num_drafts;
+}
