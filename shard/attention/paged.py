@@ -102,7 +102,7 @@ class PagedAttention(AttentionBackend):
         self._tables = self._packer.pack(list(self._kinds), rows, pages)
         size = 0 if inputs.bounds is None else self.num_numbers(inputs.bounds)
         [self._numbers] = inputs.upload.add(self._tables.numbers, capacity=size)
-        if inputs.num_uncertain.any():
+        if np.count_nonzero(inputs.num_uncertain):
             inputs.move(self._numbers, *starts_of(self._tables, rows))
 
     def attend(

@@ -123,7 +123,7 @@ class Packer:
 
     def pack(self, kinds: Sequence[LayerKind], rows: SegmentRows, pages: Numbers) -> StepTables:
         """The same as `pack`."""
-        if not len(rows.counts) or rows.num_uncertain.any():
+        if not len(rows.counts) or np.count_nonzero(rows.num_uncertain):
             self._tables = None
             return pack(kinds, rows, pages, self._num_programs, self._span)
         tables = self._tables

@@ -213,7 +213,7 @@ class StepInputs:
         changes_norms = bool(self.norm_slots) and not self.norm_slots.isdisjoint(segments.slots.tolist())
         is_plain = not (self.virtual_rows or changes_norms)
         if self._padding is not None and is_plain:
-            num_rows, has_adapters = input_ids.shape[0], bool((segments.slots >= 0).any())
+            num_rows, has_adapters = input_ids.shape[0], bool(np.count_nonzero(segments.slots >= 0))
             has_sums = self._groups is not None and bool((segments.slots >= self.first_sum).any())
             self.bounds = self._padding.fit(num_rows, self.num_wanted, self.num_drafts, has_adapters, has_sums)
             if self.bounds is not None:
@@ -288,7 +288,7 @@ class StepInputs:
         self.next_positions, self.token_places, self.sampled_rows = others
         if self._host_rows is None:
             self.next_positions = self.next_positions[:0]
-        if self.num_uncertain.any():
+        if np.count_nonzero(self.num_uncertain):
             self._move_segments(positions, rows)
         self._copies = []
         if self.bounds is not None:
@@ -360,7 +360,7 @@ class StepInputs:
     def token_types(self) -> torch.Tensor | None:
         """[T] 1 for tokens of the second text of a pair, else 0; None where there are none."""
         second_texts = self.segments.second_texts
-        if not second_texts.any():
+        if not np.count_nonzero(second_texts):
             return None
         positions = np.arange(self._owners.size) - self.first_rows[self._owners] + self.starts[self._owners]
         limits = second_texts[self._owners]
@@ -409,7 +409,7 @@ class StepInputs:
         """positions: [T]."""
         self.adapter_rows = self.head_adapter_rows = NO_ADAPTERS
         segments, bounds, owners = self.segments, self.bounds, self._owners
-        if not (segments.slots >= 0).any() and not (bounds is not None and bounds.has_adapters):
+        if not np.count_nonzero(segments.slots >= 0) and not (bounds is not None and bounds.has_adapters):
             return
         # [T] slot of each token: an adapter may apply to the last ones of a segment only
         row_slots = np.where(positions < segments.slot_starts[owners], -1, segments.slots[owners]).astype(np.int32)

@@ -338,7 +338,7 @@ class Engine:
         committed = self.scheduler.decoding.commit(decode, token_ids, is_bad, verified)
         self.scheduler.proposer.committed_rows(decode, committed)
         continues = committed.continues
-        do_all = bool(continues.all())
+        do_all = np.count_nonzero(continues) == len(continues)
         for group in decode.members.groups:
             if not (do_all or continues[group.indices].any()):
                 continue
@@ -435,6 +435,8 @@ class Engine:
     def _process_adapter_events(self) -> None:
         """Apply what happened to adapters: a failed one ends the requests that wait for it."""
         changes = self.scheduler.adapters.take_changes()
+        if not (changes.unloaded or changes.states):
+            return
         for digest in changes.unloaded:
             self.scheduler.cache.forget(digest)
         self._adapter_events.add(AdapterEvents(dict.fromkeys(changes.unloaded), changes.states))

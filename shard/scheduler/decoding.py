@@ -282,14 +282,14 @@ class DecodingRequests:
         members = self.members
         known = self._num_known(members.rows)
         is_open = known < self._limits[members.rows]
-        if not is_open.all():  # the last token of some is being sampled
+        if np.count_nonzero(is_open) < len(is_open):  # the last token of some is being sampled
             members, known = self._members_of(members.rows[is_open]), known[is_open]
         rows = members.rows
         if not len(rows):
             return None
         num_uncertain = self._num_uncertain[rows]
         self._grow(members, known + num_uncertain)
-        is_ahead = bool(self._in_flight[rows].any())
+        is_ahead = bool(np.count_nonzero(self._in_flight[rows]))
         self._in_flight[rows] += 1
         self._num_uncertain[rows] = 0
         starts, uncertain = (known - 1).astype(np.int32), num_uncertain.astype(np.int32)
@@ -400,7 +400,7 @@ class DecodingRequests:
         ends = (self._end_ids[rows] == token_ids[:, None]).any(axis=1) | (self._lengths[rows] + 1 >= self._limits[rows])
         continues = ~(ends | is_bad) & self._is_member[rows]
         texts: Sequence[list[int]] = members.texts
-        if not continues.all():
+        if np.count_nonzero(continues) < len(continues):
             rows, token_ids = rows[continues], token_ids[continues]
             texts = [text for text, does in zip(texts, continues.tolist(), strict=True) if does]
         deque(map(list.append, texts, token_ids.tolist()), maxlen=0)

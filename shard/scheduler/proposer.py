@@ -79,6 +79,8 @@ class Proposer:
 
     def committed_rows(self, step: DecodeStep, committed: Committed) -> None:
         """Record how many of the drafts of requests that only decode, and continue, were accepted."""
+        if not step.has_drafts:
+            return
         is_verified = committed.continues & (committed.num_drafted > 0) & (step.draft_states != NO_STATE)
         if is_verified.any():
             num_accepted, num_drafted = committed.num_taken[is_verified] - 1, committed.num_drafted[is_verified]
