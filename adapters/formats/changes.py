@@ -165,6 +165,29 @@ def read_norms(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors) -
 _EMBEDDINGS = "prompt_embeddings"
 
 
+def _of_one_task(settings: dict[str, Any], tensors: Tensors) -> Tensors:
+    """The embeddings of multitask prompt tuning with one task (Wang et al. 2023); those of other types as they are.
+
+    Raises AdapterInvalid or NotServed.
+    """
+    if "num_tasks" not in settings:
+        return tensors
+    if settings["num_tasks"] != 1:
+        raise NotServed(
+            "several tasks in one adapter (`num_tasks`) are not served, as a request cannot name its task: make one "
+            "for each, with PEFT's `prompt_tuning_init` EXACT_SOURCE_TASK and `num_tasks` 1"
+        )
+    names = _EMBEDDINGS, "prefix_task_cols", "prefix_task_rows"
+    if set(tensors) != set(names):
+        raise AdapterInvalid(f"it must have three tensors, {', '.join(f'`{name}`' for name in names)}")
+    check_floating(tensors)
+    values, columns, rows = (tensors[name].float() for name in names)
+    num_ranks = columns.shape[-1] if columns.dim() else 0
+    if columns.shape != (1, *values.shape[:1], num_ranks) or rows.shape != (1, num_ranks, *values.shape[1:]):
+        raise AdapterInvalid(f"the shapes of {', '.join(f'`{name}`' for name in names)} do not fit each other")
+    return {_EMBEDDINGS: values * (columns[0] @ rows[0])}
+
+
 def read_virtual(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors, is_prefix: bool) -> ModuleChange:
     """Read embeddings that PEFT puts before those of the prompt, or keys and values. Raises AdapterInvalid or
     NotServed.
@@ -175,6 +198,7 @@ def read_virtual(skeleton: Skeleton, settings: dict[str, Any], tensors: Tensors,
         raise NotServed("virtual tokens for an encoder and a decoder are not served")
     if settings.get("modules_to_save"):
         raise NotServed("`modules_to_save` together with virtual tokens is not served")
+    tensors = _of_one_task(settings, tensors)
     if set(tensors) != {_EMBEDDINGS}:
         raise AdapterInvalid(f"it must have one tensor, `{_EMBEDDINGS}`")
     check_floating(tensors)

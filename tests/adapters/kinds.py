@@ -81,6 +81,7 @@ VIRTUAL: dict[str, Callable[[], peft.PeftConfig]] = {
     "CPT": lambda: peft.CPTConfig(
         cpt_token_ids=[5, 9, 70, 8], cpt_mask=[1] * 4, cpt_tokens_type_mask=[1, 2, 3, 4], task_type="CAUSAL_LM"
     ),
+    "MULTITASK_PROMPT_TUNING": lambda: peft.MultitaskPromptTuningConfig(num_virtual_tokens=6, num_ranks=2),
 }
 """Types with virtual tokens before the prompt."""
 PREFIXES: dict[str, Callable[[], peft.PeftConfig]] = {

@@ -25,6 +25,7 @@ OF_TRAINING = {
     "init_ia3_weights", "d_initial", "rank_dropout", "rank_dropout_scale", "module_dropout", "progressbar",
     "init_r", "target_r", "tinit", "tfinal", "deltaT", "beta1", "beta2", "orth_reg_weight", "total_step",
     "tokenizer_name_or_path", "tokenizer_kwargs", "prompt_tuning_init", "prompt_tuning_init_text",
+    "prompt_tuning_init_state_dict_path", "prompt_tuning_init_task",
     "opt_weighted_loss_type", "opt_loss_decay_factor", "opt_projection_epsilon", "opt_projection_format_epsilon",
     "cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask", "num_frozen_tokens", "encoder_reparameterization_type",
     "encoder_hidden_size", "encoder_num_layers", "encoder_dropout", "prefix_projection", "generator_seed",
@@ -34,7 +35,10 @@ OF_TRAINING = {
 """Settings that a trained adapter no longer depends on, or that are for convolutions. Those whose name ends in
 `dropout` are more.
 """
-SHAPES = {"num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers"}
+SHAPES = {
+    "num_virtual_tokens", "token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers", "num_tasks",
+    "num_ranks",
+}  # fmt: skip
 """Of virtual tokens: compared with the tensors and the base."""
 MODULES: dict[str, dict[str, Any]] = {
     "target_modules": {"target_modules": ["v_proj"]},

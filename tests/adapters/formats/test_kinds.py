@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftType
+from peft import LoraConfig, PeftModel, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora import variants
 from safetensors.torch import load_file, save_file
@@ -176,6 +176,25 @@ def test_virtual_tokens_that_do_not_fit_are_rejected(
     path = adapter / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()) | changes))
     with pytest.raises((AdapterInvalid, NotServed), match=reason):
+        making.lay_out(*making.make_reader(base), adapter)
+
+
+def test_the_one_task_of_multitask_prompt_tuning_is_served(base: Path, tmp_path: Path) -> None:
+    adapter = kinds.make("MULTITASK_PROMPT_TUNING", base, tmp_path / "adapter")
+    model = PeftModel.from_pretrained(making.load_base(base), adapter).eval()
+    with torch.no_grad():
+        (expected,) = model.get_prompt(1, task_ids=torch.tensor([0]))
+    served = making.lay_out(*making.make_reader(base), adapter)
+    torch.testing.assert_close(served.tensors["model.embed_tokens.virtual"], expected)
+
+
+def test_several_tasks_are_rejected_with_the_way_out(base: Path, tmp_path: Path) -> None:
+    adapter = kinds.make("MULTITASK_PROMPT_TUNING", base, tmp_path / "adapter", num_tasks=2)
+    with pytest.raises(NotServed, match=r"`num_tasks`.* EXACT_SOURCE_TASK"):
+        making.lay_out(*making.make_reader(base), adapter)
+    path = adapter / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"num_tasks": 1}))
+    with pytest.raises(AdapterInvalid, match=r"`prefix_task_cols`.* do not fit each other"):
         making.lay_out(*making.make_reader(base), adapter)
 
 
