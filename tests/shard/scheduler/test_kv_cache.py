@@ -113,3 +113,24 @@ def test_check_names_what_leaked() -> None:
     owner.page_ids.append(3)
     with pytest.raises(RuntimeError, match="leaked"):
         cache.check([owner])
+
+
+@pytest.mark.parametrize(
+    ("fault", "state"),
+    [
+        ("hash of a free page", "_hash_by_page"),
+        ("cached page without hash", "_cached"),
+        ("free \\+ cached \\+ owned", "_free"),
+    ],
+)
+def test_check_names_a_page_in_two_states(fault: str, state: str) -> None:
+    cache = KvCache(4, 4)
+    cache.release(fill(cache, list(range(4))))
+    cache.check([])
+    page = cache._free[0]
+    if state == "_free":
+        cache._free.popleft()
+    else:
+        getattr(cache, state)[page] = b"hash"
+    with pytest.raises(RuntimeError, match=fault):
+        cache.check([])

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from lorikeet.shard.speculation import length
 from lorikeet.shard.speculation.costs import DraftCosts, Load, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, RowOffers, kind_of
 from lorikeet.shard.speculation.length import DraftLengthController
+from lorikeet.shard.speculation.states import RETRY
 from tests.shard.rig import make_request
 
 MOST = 8
@@ -442,6 +444,35 @@ def test_after_a_rest_one_new_request_tries_for_all() -> None:
     group = world.draft_length._group(kind_of(newcomers[0], Source.DRAFT))
     world.draft_length._step = int(world.draft_length.states.idle_until[group])
     assert sum(skips(world.draft_length, newcomer) for newcomer in newcomers) == 7
+
+
+@pytest.mark.parametrize("num_requests", [1, 8])
+def test_a_draft_accepted_after_a_rest_ends_the_rest(num_requests: int) -> None:
+    """Also where the next step was decided before it was known."""
+    draft_length = DraftLengthController()
+    for num_tokens in 20 * tuple(range(1, 2 * num_requests + 1)):
+        # drafts would pay if all were accepted
+        draft_length.plain.observe(num_tokens, 0, 1.0 + 0.7 * max(0, num_tokens - num_requests) / num_requests)
+    requests = [make(number=number) for number in range(num_requests)]
+    offers = [Offer(request, Source.LOOKUP, 1, [5]) for request in requests]
+    load, verified = Load(num_requests, num_requests), list[Offer]()
+    for _ in range(10 * RETRY):
+        widths = choose(draft_length, offers, load)
+        draft_length.observe([], load, 1.0, (0.0, 0.0))
+        for offer in verified:
+            item = ScheduledRequest(offer.request, 9, 10, samples=True, draft_ids=[5], draft_state=offer.draft_state)
+            draft_length.verified(item, 0, True)
+        verified = [replace(offer) for offer, width in zip(offers, widths, strict=True) if width]
+        if verified and all(draft_length.states.is_tried[offer.draft_state] for offer in verified):
+            break
+    assert len(verified) == num_requests
+    assert choose(draft_length, offers, load) == [0] * num_requests
+    kind = kind_of(requests[0], Source.LOOKUP)
+    assert all(draft_length.is_idle(request, kind) for request in requests)
+    for offer in verified:
+        item = ScheduledRequest(offer.request, 9, 10, samples=True, draft_ids=[5], draft_state=offer.draft_state)
+        draft_length.verified(item, 1, False)
+    assert not any(draft_length.is_idle(request, kind) for request in requests)
 
 
 def test_a_step_of_prompts_alone_is_no_lighter_load() -> None:
