@@ -469,7 +469,7 @@ def _try_it(plan: ServerPlan, address: Address) -> str:
         path, request = _POOLED_TRIALS[plan.task]
         if has_demo_adapters:
             request = {"model": "search", "input": "Return the length of the list"}
-    elif (is_demo or not has_demo_adapters) and _is_chat(plan):
+    elif (is_demo or plan.model.family is None) and _is_chat(plan):  # lorikeet/base writes code
         text = "Nora Schmidt, 34, works as a baker in Ghent." if has_demo_adapters else "What is the capital of Japan?"
         name = "json" if has_demo_adapters else _name(plan)
         request = {"model": name, "messages": [{"role": "user", "content": text}], "max_tokens": 100}

@@ -17,7 +17,7 @@ from lorikeet.launcher.config.rules import UsageDestinations
 from lorikeet.launcher.config.settings import read
 from lorikeet.launcher.models import adapters
 from lorikeet.launcher.models.devices import choose_ranks
-from lorikeet.launcher.models.model import ModelFolder, with_lengths
+from lorikeet.launcher.models.model import ModelFolder, embedded, with_lengths
 from lorikeet.launcher.processes import serving
 from lorikeet.launcher.processes.ray_engine import RayConfig
 from lorikeet.launcher.processes.serving import loader_fields, router_fields, shard_fields
@@ -324,6 +324,8 @@ def test_a_chat_model_is_tried_with_a_chat(tmp_path: Path) -> None:
     )
     shown = serving._try_it(launch_plan, Address("127.0.0.1", 3000))
     assert "/v1/chat/completions " in shown and '"model": "llama"' in shown
+    writes_code = dataclasses.replace(launch_plan, model=embedded())
+    assert "/generate " in serving._try_it(writes_code, Address("127.0.0.1", 3000))
 
 
 def test_a_shard_lowers_the_length_of_requests_unless_it_was_set(tmp_path: Path) -> None:
