@@ -32,9 +32,11 @@ class PlatformWheel(bdist_wheel):
 
     def get_tag(self) -> tuple[str, str, str]:
         """Interface, ABI, platform."""
+        library, version = platform.libc_ver()
         kind = "linux"
-        if platform.libc_ver()[0] == "glibc":
-            kind = "manylinux_{}_{}".format(*prebuilt.needed_glibc(Path(self.bdist_dir)))
+        if library == "glibc":
+            own = tuple(map(int, version.split(".")[:2]))  # an older one than tested can install what it has built
+            kind = "manylinux_{}_{}".format(*min(own, prebuilt.needed_glibc(Path(self.bdist_dir))))
         return "py3", "none", f"{kind}_{platform.machine()}"
 
 
