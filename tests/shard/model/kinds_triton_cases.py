@@ -62,8 +62,8 @@ class Served:
         specs = [binding.spec for binding in self.model.bindings if binding.spec is not None]
         layers = tuple((spec.num_kv_heads, spec.key_dim, spec.value_dim) for spec in specs)
         memory = PinnedMemory(1 << 16, 1 << 14, is_pinned=DEVICE.type == "cuda")
-        host = HostLayout(torch.float16, memory, kernels, layers)
-        self.files = AdapterFiles(self.model.lora_targets, host)
+        self.host = HostLayout(torch.float16, memory, kernels, layers)
+        self.files = AdapterFiles(self.model.lora_targets, self.host)
         self.model.allocate_kv(NUM_PAGES + 1)
         self.recorder, padding = CountingRecorder(), Padding(MOST_ROWS, MOST_TOKENS, NUM_PAGES, has_adapters=True)
         padding.row_counts = [MOST_ROWS]
@@ -145,6 +145,8 @@ def test_virtual_tokens_before_captured_steps(tmp_path: Path) -> None:
         assert torch.equal(served.run([asked[index]])[0], given[index]), "equal bits in any batch"
     served.slots.clear(2)
     served.slots.put(2, served.files.read(tmp_path / "file-3"))
+    with pytest.raises(ValueError, match="virtual tokens are not served by several devices"):
+        AdapterFiles(served.model.lora_targets, served.host, None, lambda sums: sums).read(tmp_path / "file-3")
     with pytest.raises(IndexError):
         served.slots.is_ready(2)
         served.run([Asked(2, NUM_VIRTUAL, (3, 8))])
