@@ -92,9 +92,9 @@ test-oldest test-newest: test-%: tests/versions/%.txt
 	$(PIP) install --constraint $< --editable '.[dev,dev-kernels]'
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --dist loadfile $(T) $(ARGS)
 
-# Attackers next to another user, at full size, and faults of a server: 26 minutes, and a table at the end. ATTACK_SECONDS=10 takes 6.
+# Attackers next to another user, at full size, and faults of a server: 28 minutes, and a table at the end. ATTACK_SECONDS=10 takes 8.
 attacks: $(VENV)/.installed-$(DEV)
-	OMP_NUM_THREADS=1 $(PY) -m pytest -m "long or not long" tests/attacks -k "canary_next_to or test_faults" $(ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -s -m "long or not long" tests/attacks -k "canary_next_to or test_faults" $(ARGS)
 
 test-wheel: $(VENV)/.installed-$(DEV)
 	$(PY) -m pytest -m wheel tests/test_wheel.py $(ARGS)

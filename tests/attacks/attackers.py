@@ -385,7 +385,7 @@ ATTACKS = {
     "merges": Attack(merges, 0.25, "users", loads=True),
     "large-listing": Attack(large_listing, 0.5),
     "second-router": Attack(second_router, 5.0, "users"),
-    "web-pages": Attack(web_pages, 0.25),
+    "web-pages": Attack(web_pages, 0.5),
     "wrong-hub": Attack(wrong_hub, 0.25),
     "wrong-numbers": Attack(wrong_numbers, 0.25),
 }
@@ -393,7 +393,7 @@ ATTACKS = {
 KEYED_ATTACKS = {
     "tried-keys": Attack(tried_keys, 0.1),
     "failed-keys": Attack(failed_keys, 0.1, address="127.0.0.1"),
-    "closed-alias": Attack(closed_alias, 0.25),
+    "closed-alias": Attack(closed_alias, 0.5),
     "hostile-names": Attack(hostile_names, 0.25),
 }
 """On a server with KEYS."""

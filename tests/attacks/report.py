@@ -1,7 +1,8 @@
 """What a canary saw next to attacks at full size: a row of a table for each, and the bars that are not met."""
 
 import re
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 
 from tests.attacks.canary import LATER_MB, Attacked, Canary, Memory
 from tests.e2e.launched import ROOT, Launched
@@ -17,6 +18,10 @@ LIMITS_MB = {name: float(mb) for name, mb in _ROW.findall((ROOT / "docs" / "limi
 """Memory of each process above idle."""
 
 
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 class Report:
     """The table."""
 
@@ -26,7 +31,7 @@ class Report:
     def __str__(self) -> str:
         """In Markdown; empty without rows."""
         lines = [HEAD, ("---",) * len(HEAD), *self._rows] if self._rows else []
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n".join(map(_line, lines))
 
     def add(
         self,
@@ -47,6 +52,7 @@ class Report:
             for name, (peak, later) in (memory or {}).items()
         )
         self._rows.append((scenario, *counts, *times, "; ".join(parts) or "–"))
+        print(_line(self._rows[-1]), file=sys.stderr)  # before the table, which a run that is ended does not print
 
     def measure(self, launched: Launched, name: str, attack: Callable[[], Attacked], harmless: Canary) -> str:
         """Add a row; returns the bars that are not met, "" for none."""
