@@ -398,7 +398,7 @@ class Generation:
         self.digest = ""
         """Digest of the adapter's content once it is admitted; "" for the base model."""
         self.charged_to = self.routing.flow, request.caller, self.digest
-        """Whom its tokens are charged to."""
+        """The caller that its tokens are charged to."""
         self.emitted_ids: list[int] = []
         """All output tokens so far: enough to continue on another shard."""
         self.pooled = bytearray()

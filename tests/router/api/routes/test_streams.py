@@ -96,8 +96,8 @@ async def test_most_tokens_are_written_without_waking_the_task_of_their_stream(
     server.says(TEXT + "é…", step_seconds=0.01)
     events = await server.events(path, body | {"max_tokens": 21} if "model" in body else body)
     assert sum(written) >= len(TEXT) - 4
-    told = "".join(re.findall(r'"(?:text|content)":"([^"]*)"', "".join(map(dumped, events))))
-    assert told == TEXT + "é…"
+    received = "".join(re.findall(r'"(?:text|content)":"([^"]*)"', "".join(map(dumped, events))))
+    assert received == TEXT + "é…"
     written.clear()
     response = await server.client.post(path, json=body, headers=RESUMABLE)
     assert parse_events(response.text)[-1] == events[-1] and not any(written)
