@@ -30,7 +30,7 @@ def measure(rounds: int = ROUNDS, model: str = MODEL) -> Cases:
     for number in range(rounds):
         import_s = _import_seconds()
         with servers.running("start", servers.lorikeet(model)) as server:
-            pids = servers.group(server.process.pid)
+            pids = _without_readers(server.process.pid)
             raw = {
                 "ready_s": round(server.ready_s, 3),
                 "import_s": round(import_s, 3),
@@ -47,6 +47,23 @@ def _import_seconds() -> float:
     return time.monotonic() - began
 
 
+def _without_readers(leader: int) -> list[int]:
+    """The processes of a server, once those that have checked its adapters have ended."""
+    for _ in range(100):
+        pids = servers.group(leader)
+        if not any("\0lorikeet.adapters.loader.workers\0" in _command(pid) for pid in pids):
+            break
+        time.sleep(0.1)
+    return [pid for pid in pids if _command(pid)]
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
 def _pss(pid: int) -> int:
     """A process's memory in bytes; what it shares with others counts in parts."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
@@ -54,7 +71,7 @@ def _pss(pid: int) -> int:
 
 
 def _recovery_seconds(port: int, pids: list[int]) -> float:
-    shards = [pid for pid in pids if "\0lorikeet.shard\0" in Path(f"/proc/{pid}/cmdline").read_text()]
+    shards = [pid for pid in pids if "\0lorikeet.shard\0" in _command(pid)]
     os.kill(shards[0], signal.SIGKILL)
     began = time.monotonic()
     body = json.dumps({"inputs": "def f(", "parameters": {"max_new_tokens": 1}}).encode()
