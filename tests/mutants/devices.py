@@ -27,13 +27,6 @@ MUTANTS = [
         "tests/shard/batch/test_inputs.py::test_a_step_with_virtual_tokens_is_not_padded_and_has_their_rows",
     ),
     Mutant(
-        "a kernel writes keys and values of virtual tokens that the adapter replaces",
-        "shard/model/attention_binding.py",
-        "if self.kv is None or (self.prefixes and self.inputs.virtual_rows):",
-        "if self.kv is None:",
-        "tests/shard/model/test_graphs.py::test_graphs_with_adapters_and_heads",
-    ),
-    Mutant(
         "adapter slots take at least a tenth of device memory",
         "shard/model/kv_memory.py",
         "min(ADAPTER_SHARE * total, max(",

@@ -145,7 +145,8 @@ def test_every_file_of_tests_for_devices_is_run() -> None:
         if "(KernelsApart)" in path.read_text():
             import_module(".".join(path.relative_to(command.ROOT).with_suffix("").parts))
     running = {path for kind in KernelsApart.__subclasses__() for path in kind.cases}
-    running.add(command.ROOT / "tests/shard/model/graphs_triton_cases.py")  # by test_graphs.py
+    by_test_graphs = ("graphs_triton_cases.py", "kinds_triton_cases.py")
+    running |= {command.ROOT / "tests/shard/model" / name for name in by_test_graphs}
     assert found == running and len(running) > 1
 
 
