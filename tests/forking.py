@@ -57,9 +57,12 @@ class ForkedChild:
             reading, writing = os.pipe()
             options["stdin"] = reading
         parent = os.getpid()
+        # a signal that comes before the child has its own handlers would be taken by the parent's
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
-            _become(words, parent if is_tethered else None, options)
+            _become(words, parent if is_tethered else None, blocked, options)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         if reading is not None and writing is not None:
             os.close(reading)
             self.stdin = os.fdopen(writing, "wb", buffering=0)
@@ -102,8 +105,10 @@ class Popen(_Popen):
         return ForkedChild(*found, **options)
 
 
-def _become(words: Sequence[str], parent: int | None, options: dict[str, Any]) -> NoReturn:
-    """Run a module in this process, as an executed one would."""
+def _become(
+    words: Sequence[str], parent: int | None, blocked: set[signal.Signals | int], options: dict[str, Any]
+) -> NoReturn:
+    """Run a module in this process, as an executed one would. blocked: the signals that it does not receive."""
     code = 1
     try:
         if parent is not None:
@@ -115,6 +120,7 @@ def _become(words: Sequence[str], parent: int | None, options: dict[str, Any]) -
         for number in signal.valid_signals():
             if callable(signal.getsignal(number)):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         gc.freeze()  # files of the parent that are garbage would close this process's
         _connect(options)
         environment = dict(os.environ if options.get("env") is None else options["env"])

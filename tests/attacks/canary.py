@@ -19,7 +19,7 @@ import httpx
 from tests.attacks.attackers import local
 from tests.e2e.launched import ROOT, Launched
 
-SECONDS, QUICK_SECONDS = float(os.environ.get("ATTACK_SECONDS", "60")), 1.0
+SECONDS, QUICK_SECONDS = float(os.environ.get("ATTACK_SECONDS", "60")), 2.0
 MIN_CANARIES, QUICK_CANARIES = 100, 5
 MAX_SECONDS = 10.0
 """Time of any of the canary's requests next to a small attack. Before callers had shares, some took minutes."""
