@@ -38,7 +38,7 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
     "auto": {"speculative_method": "auto", "speculative_tokens": DRAFTED},
 }
 FUNCTIONS: Sequence[Callable[..., Any]] = (
-    shlex.join, shlex.quote, textwrap.shorten, heapq.heappushpop, heapq.heapreplace, textwrap.dedent,
+    shlex.join, shlex.quote, textwrap.shorten, textwrap.indent, heapq.nsmallest, textwrap.dedent,
 )  # fmt: skip
 QUESTIONS = (
     "What should I see in Lisbon in two days?",
