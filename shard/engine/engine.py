@@ -16,6 +16,7 @@ import torch
 
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.proto.params import NO_SPECULATION, Verification
+from lorikeet.proto.process import return_freed_memory
 from lorikeet.shard.batch.inputs import Network, RankDesync
 from lorikeet.shard.engine.intake import Intake, StepWatch
 from lorikeet.shard.engine.step import (
@@ -55,6 +56,8 @@ PARKED_WAIT_S = 0.05
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 TRAINING_WAIT_S = 1.0
+REST_S = 10.0
+"""Time without requests after which freed memory goes back to the system."""
 """Longest sleep of an idle loop while heads are being trained."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
 """An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
@@ -126,6 +129,8 @@ class Engine:
         self._is_stalled = False
         """Whether the last step computed nothing: every request waits for an adapter or a grammar."""
         self._is_clean = True
+        self._keeps_memory = False
+        """Whether steps have freed memory that the process keeps."""
         self._is_cut = False
         self._adapter_events = AdapterEvents()
 
@@ -472,13 +477,18 @@ class Engine:
         )
 
     def _when_idle(self) -> None:
-        """Prove that nothing leaked, once, then sleep until a command arrives."""
+        """Prove that nothing leaked, once, then sleep until a command arrives, or until memory can be returned."""
         self._idle.reset()
         if not self._is_clean:
             self.scheduler.check()
-            self._is_clean = True
+            self._is_clean = self._keeps_memory = True
         if not (self._is_cut or self._intake.is_ending):
             is_training = self.learning is not None and self.learning.trainer.state == "training"
+            if self._keeps_memory and not (is_training or self.scheduler.adapters.is_copying):
+                if not self._inbox.wait(REST_S):
+                    return_freed_memory()
+                    self._keeps_memory = False
+                return
             seconds = TRAINING_WAIT_S if is_training else None
             self._inbox.wait(COPY_WAIT_S if self.scheduler.adapters.is_copying else seconds)
 

@@ -495,9 +495,11 @@ class Inbox:
         """Wake the reader although nothing was put."""
         self._changed.set()
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Block until something was put or wake() was called since the last drain, `seconds` at most."""
-        self._changed.wait(seconds)
+    def wait(self, seconds: float | None = None) -> bool:
+        """Block until something was put or wake() was called since the last drain, `seconds` at most. Returns whether
+        that was so.
+        """
+        return self._changed.wait(seconds)
 
     def drain(self) -> list[Item]:
         """All items, in order."""

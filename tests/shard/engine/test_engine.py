@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import threading
 import time
 from dataclasses import replace
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from lorikeet.shard.engine import engine
 from lorikeet.shard.engine.step import Step
 from lorikeet.shard.grpc.streams import Details, Output, Status, StreamEnded
 from lorikeet.shard.requests.request import FinishReason, Request
@@ -283,6 +285,23 @@ def test_a_leak_ends_the_loop_when_idle() -> None:
     rig.submit(make_request(2, [1, 2], 3))
     with pytest.raises(RuntimeError, match="leaked"):
         rig.engine.run()
+
+
+def test_freed_memory_is_returned_once_after_each_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned, num_returned = threading.Semaphore(0), itertools.count(1)
+    monkeypatch.setattr(engine, "REST_S", 0.01)
+    monkeypatch.setattr(engine, "return_freed_memory", lambda: returned.release() or next(num_returned))
+    rig = Rig()
+    rig.submit(make_request(1, [1, 2], 3))
+    loop = threading.Thread(target=rig.engine.run)
+    loop.start()
+    assert returned.acquire(timeout=60)
+    assert not returned.acquire(timeout=0.1)
+    rig.submit(make_request(2, [1, 2], 3))
+    assert returned.acquire(timeout=60)
+    rig.engine.stop()
+    loop.join(60)
+    assert not loop.is_alive() and next(num_returned) == 3
 
 
 def test_credit_is_what_could_start_soon() -> None:
