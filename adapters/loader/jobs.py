@@ -200,10 +200,10 @@ _MAX_IDLE = 1
 """Workers that are kept without a job. Each takes about 10 MiB of its own, and forking another takes milliseconds."""
 
 
-IDLE_S, CHECKED_S = 60.0, 1.0
-"""What reads adapters takes 200 MiB and starts within a second, so it ends after so long without a job: the second one
-as long as adapters were checked only, as at the start of a server.
-"""
+IDLE_S = 60.0
+"""Seconds without a job after which the processes that read adapters end. They take 200 MiB, and start in a second."""
+CHECKED_S = 1.0
+"""The same while adapters were only checked, as at the start of a server."""
 
 
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)

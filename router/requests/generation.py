@@ -362,7 +362,9 @@ def _may_draft(request: GenerationRequest) -> bool:
 
 
 class TokenWriter(Protocol):
-    """Writes tokens for the reader of one sequence, which is not woken for them."""
+    """Writes tokens for the reader of one sequence, which is not woken for them. Requests know no connections: what
+    writes to one is in `api/`.
+    """
 
     def write(self, token_id: int, text: str, logprob: float) -> bool:
         """A further token, without alternatives. False, and nothing happened, if it cannot be written at once."""

@@ -331,7 +331,8 @@ class ShardClient:
                 while is_late and output.load.num_running >= JOIN_REQUESTS and len(outputs) < MAX_JOINED:
                     reading = asyncio.ensure_future(call.read())
                     await asyncio.wait((reading,), timeout=JOIN_SECONDS)
-                    if not reading.done() or reading.result() is grpc.aio.EOF:
+                    # an error of the stream is raised once what came before it is delivered
+                    if not reading.done() or reading.exception() or reading.result() is grpc.aio.EOF:
                         break
                     outputs.append(reading.result())
                     reading = None

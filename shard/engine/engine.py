@@ -56,9 +56,9 @@ PARKED_WAIT_S = 0.05
 COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 TRAINING_WAIT_S = 1.0
+"""Longest sleep of an idle loop while heads are being trained."""
 REST_S = 10.0
 """Time without requests after which freed memory goes back to the system."""
-"""Longest sleep of an idle loop while heads are being trained."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
 """An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
 STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")

@@ -101,7 +101,10 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             self._inbox.put(StreamEnded(epoch))
             log.info("stream_ended", stream=epoch, is_slow=slow.is_over)
         if slow.is_over:  # the router gets this once it reads again
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "the outputs of this stream were not read")
+            await context.abort(
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                "the router did not read its stream: more output was waiting than a shard keeps",
+            )
         if reader.done() and not reader.cancelled() and isinstance(reader.exception(), DecodeError):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
 

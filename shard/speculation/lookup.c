@@ -3,20 +3,20 @@
 #include <string.h>
 
 #define BASE 0x9E3779B97F4A7C15ull
-#define MIX 0xD1B54A32D192ED03ull
 
 typedef struct {
     uint32_t *tokens;     // [at least num_tokens]
     uint32_t *tables;     // [longest - shortest + 1, num_entries] where a sequence ends in `tokens`, 0 for none
     int64_t num_entries;  // a power of two, more than num_tokens
     int64_t num_tokens, start, shortest, longest, match_end;
+    uint64_t factor;      // odd and unknown to clients: else a prompt could be written whose sequences share their places
 } Text;
 
 // The entry of the `length` tokens before `end`: theirs, or an empty one.
 static inline uint32_t *entry(const Text *text, uint64_t hash, int64_t end, int64_t length) {
     uint32_t *table = text->tables + (length - text->shortest) * text->num_entries;
     const uint32_t *sequence = text->tokens + end - length;
-    uint64_t last = text->num_entries - 1, at = hash * MIX >> 32 & last;
+    uint64_t last = text->num_entries - 1, at = hash * text->factor >> 32 & last;
     while (table[at] && memcmp(text->tokens + table[at] - length, sequence, length * sizeof *sequence))
         at = (at + 1) & last;
     return table + at;

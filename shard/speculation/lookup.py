@@ -7,8 +7,9 @@ length maps the hash of that many tokens to where they last ended; a known token
 The index is compiled (lookup.c), or in Python where a machine has no compiler.
 """
 
+import secrets
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import Structure, byref, c_int64, c_uint32, c_void_p
+from ctypes import Structure, byref, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
 from typing import Self
@@ -171,6 +172,7 @@ class _Text(Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "tables")),
         *((name, c_int64) for name in ("num_entries", "num_tokens", "start", "shortest", "longest", "match_end")),
+        ("factor", c_uint64),
     ]
 
 
@@ -203,7 +205,9 @@ class CompiledLookup:
     ) -> None:
         """`before` is another text to search. Raises CompilerMissing."""
         self._extend, self._propose = _functions()
-        self._text = _Text(start=len(before), shortest=shortest, longest=longest, match_end=-1)
+        self._text = _Text(
+            start=len(before), shortest=shortest, longest=longest, match_end=-1, factor=secrets.randbits(64) | 1
+        )
         self._reference = byref(self._text)
         # [capacity]
         self._tokens: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)

@@ -14,6 +14,8 @@ HEAD = (
     "MB above idle: peak, limit, later",
 )
 _ROW = re.compile(r"^\| (router|shard|loader)[^|]*\| (\d+) MB", re.MULTILINE)
+ROUTER_AND_LOADER_MB = 400.0
+"""Of both together next to any of these attacks: the limits of their buffers are not all reached at once."""
 LIMITS_MB = {name: float(mb) for name, mb in _ROW.findall((ROOT / "docs" / "limits.md").read_text())}
 """Memory of each process above idle."""
 
@@ -62,12 +64,14 @@ class Report:
         canary, later = seen.canary, memory.later()
         self.add(name, seen.num_attacks, canary, harmless, {key: (memory.peak[key], later[key]) for key in later})
         slowdown = canary.quantile_ms(99) / harmless.quantile_ms(99)
+        both = memory.peak["router"] + memory.peak["loader"]
         bars = {
             f"{len(harmless.failures)} failed next to harmless clients": not harmless.failures,
             f"{len(canary.failures)} failed: {canary.failures[:3]}": not canary.failures,
             f"attackers got {seen.wrong[:3]}": not seen.wrong,
             f"p99 {slowdown:.2f} x": slowdown <= MAX_SLOWDOWN,
             **{f"{key} +{mb:.0f} MB": mb <= LIMITS_MB[key] for key, mb in memory.peak.items()},
+            f"router and loader +{both:.0f} MB": both <= ROUTER_AND_LOADER_MB,
             **{f"{key} +{mb:.0f} MB later": mb <= LATER_MB for key, mb in later.items()},
         }
         return "; ".join(text for text, is_met in bars.items() if not is_met)

@@ -27,6 +27,13 @@ MUTANTS = [
         "tests/shard/batch/test_inputs.py::test_a_step_with_virtual_tokens_is_not_padded_and_has_their_rows",
     ),
     Mutant(
+        "a kernel writes keys and values of virtual tokens that the adapter replaces",
+        "shard/model/attention_binding.py",
+        "if self.kv is None or (self.prefixes and self.inputs.virtual_rows):",
+        "if self.kv is None:",
+        "tests/shard/model/test_attention_binding.py::test_no_kernel_writes_keys_and_values_that_an_adapter_replaces",
+    ),
+    Mutant(
         "adapter slots take at least a tenth of device memory",
         "shard/model/kv_memory.py",
         "min(ADAPTER_SHARE * total, max(",

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lorikeet.router.api.streaming import ClientGone, EventStream, event
+from lorikeet.router.api.streaming import ClientGone, EventStream, TextEvents, event
 
 pytestmark = pytest.mark.anyio
 
@@ -67,6 +67,18 @@ async def test_keep_alive_comments() -> None:
     num_sent = len(connection.sent)
     await asyncio.sleep(0.05)
     assert len(connection.sent) == num_sent, "no comment after the end"
+
+
+async def test_no_comment_is_sent_while_tokens_are_written() -> None:
+    connection, writer = Connection(), TextEvents()
+
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"one"
+        writer.written_at = asyncio.get_running_loop().time() + 3600.0
+        await asyncio.sleep(0.2)
+
+    await EventStream(events(), {}, keep_alive_s=0.02, writer=writer)({}, connection.receive, connection.send)
+    assert connection.bodies == [b"one", b""]
 
 
 async def test_a_disconnect_closes_the_generator() -> None:

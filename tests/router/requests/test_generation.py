@@ -421,9 +421,11 @@ class Written:
     def __init__(self, takes: list[bool]) -> None:
         self._takes = iter(takes)
         self.shown: list[tuple[int, str, float]] = []
+        self.given = set[int]()
 
     def write(self, token_id: int, text: str, logprob: float) -> bool:
         is_taken = next(self._takes)
+        self.given.add(token_id)
         if is_taken:
             self.shown.append((token_id, text, logprob))
         return is_taken
@@ -463,3 +465,4 @@ def test_tokens_that_are_written_and_those_that_are_read_are_all_tokens_in_order
     assert writer.shown == [(token.id, token.text, token.logprob) for token in alone.chunk().tokens]
     assert fed.generation.emitted_ids == ids
     assert memory.num_unread == 0
+    assert not writer.given & tokenizer.special_ids, "events of special tokens say so, or have no text"

@@ -166,3 +166,26 @@ async def test_a_cancelled_client_ends_even_while_it_ends_a_connection(
         assert running.cancelled()
     finally:
         running.cancel()
+
+
+class BrokenCall:
+    """Gives messages, then fails."""
+
+    def __init__(self, *messages: pb.StepOutput) -> None:
+        self._messages = list(messages)
+
+    async def read(self) -> pb.StepOutput:
+        if not self._messages:
+            raise ConnectionResetError("the shard is gone")
+        return self._messages.pop(0)
+
+
+async def test_what_came_before_a_stream_failed_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.router.shards.link.JOIN_LOAD", -1.0)
+    monkeypatch.setattr("lorikeet.router.shards.link.JOIN_REQUESTS", 0)
+    listener = Listener(0.0)
+    parts = [pb.RequestOutput(id=1, token_ids=[number]) for number in range(3)]
+    client = ShardClient("unix:/nowhere")
+    with pytest.raises(ConnectionResetError):
+        await client._read(BrokenCall(*(pb.StepOutput(outputs=[part]) for part in parts)), listener)  # type: ignore[arg-type]
+    assert (listener.num_tokens, listener.num_calls) == (3, 1)
