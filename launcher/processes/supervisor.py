@@ -6,7 +6,6 @@ A child that exits is restarted with a delay, until it exits too often. Files si
 import http.client
 import logging
 import math
-import queue
 import signal
 import ssl
 import time
@@ -206,7 +205,7 @@ class Signals:
     """SIGTERM, SIGINT and SIGHUP in the order of their arrival, and SIGUSR2, which replaces all processes."""
 
     def __init__(self) -> None:
-        self._arrived: queue.SimpleQueue[int] = queue.SimpleQueue()
+        self._arrived: deque[int] = deque()
         self._counted_at = -math.inf
         self.reloads = False
         """Whether SIGHUP reloads the operator's files instead of ending the server."""
@@ -229,11 +228,11 @@ class Signals:
                 signal.signal(number, handler)
 
     def wait(self, seconds: float) -> str | None:
-        """The name of the next signal, or None after `seconds`."""
-        try:
-            return signal.Signals(self._arrived.get(timeout=seconds)).name
-        except queue.Empty:
-            return None
+        """The name of the next signal, or None after `seconds`. One that arrives meanwhile is seen after them."""
+        if not self._arrived:
+            # not SimpleQueue.get(timeout): a handler that ran past the timeout would make it wait for ever (3.11, 3.12)
+            time.sleep(seconds)
+        return signal.Signals(self._arrived.popleft()).name if self._arrived else None
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -244,7 +243,7 @@ class Signals:
             return
         if now - self._counted_at >= SAME_REQUEST_S:
             self._counted_at = now
-            self._arrived.put(number)
+            self._arrived.append(number)
 
 
 @dataclass(frozen=True)
