@@ -386,7 +386,11 @@ _NO_NGROK = "tunnels are not part of the server (nor do they work in LoRAX)"
 _MACHINE: dict[str, tuple[Flag, ...]] = {
     "Throughput and memory": (
         Flag(
-            "max-concurrent-requests", "maximum number of requests in the server; above it 429", INTEGER, 1024, ROUTER,
+            "max-concurrent-requests",
+            "maximum number of requests in the server, an eighth more for callers with few; above it 429",
+            INTEGER,
+            1024,
+            ROUTER,
             minimum=1,
         ),
         Flag(

@@ -45,6 +45,8 @@ MAX_RETRIES = 64
 """A request that was retried so often fails with the shard's own error."""
 MAX_RELOADS = 3
 """A request whose adapter was loaded again so often, and still cannot be read by shards, fails."""
+BEYOND_PART = 8
+"""A server whose requests all run accepts this part of its limit in addition, from callers that have few of them."""
 
 
 class Dispatcher:
@@ -199,9 +201,14 @@ class Dispatcher:
         self.check_load(num_coming, caller)
 
     def check_load(self, num_coming: int = 0, caller: str = "") -> None:
-        """Whether the limit of concurrent requests leaves room. Raises Overloaded."""
-        is_full = self.num_active + num_coming >= self._config.max_concurrent_requests
-        if is_full and self.in_flight.displaced_by(caller, self.queued) is None:
+        """Whether the limit of concurrent requests leaves room. Where shards have them all, nothing can be displaced:
+        then callers with few requests have some room beyond it. Raises Overloaded.
+        """
+        limit, num_active = self._config.max_concurrent_requests, self.num_active + num_coming
+        if num_active < limit or self.in_flight.displaced_by(caller, self.queued) is not None:
+            return
+        has_room = num_active < limit + max(1, limit // BEYOND_PART)
+        if not (has_room and self.in_flight.has_fewest(caller, self.queued)):
             raise Overloaded(self._retry_after())
 
     def _enqueue(self, generation: Generation) -> None:

@@ -251,13 +251,22 @@ class InFlight:
         """In a full server, the request that makes room for one of `caller`: the newest one that no shard has had, of
         the caller that has the most requests. None where that one has hardly more than `caller`.
         """
-        numbers = self.running + Counter(generation.request.caller for generation in queued)
+        numbers = self._numbers(queued)
         newest = max(
             (generation for generation in queued if generation.routing.sent_at is None),
             key=lambda generation: (numbers[generation.request.caller], generation.routing.number),
             default=None,
         )
         return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
+
+    def has_fewest(self, caller: str, queued: Collection[Generation]) -> bool:
+        """Whether another caller has more requests, even after one more of `caller`."""
+        numbers = self._numbers(queued)
+        return max(numbers.values(), default=0) > numbers[caller] + 1
+
+    def _numbers(self, queued: Collection[Generation]) -> Counter[str]:
+        """Requests by caller."""
+        return self.running + Counter(generation.request.caller for generation in queued)
 
     def _newest(self, callers: Container[str]) -> list[tuple[ShardLink, Generation]]:
         """Sequences of these callers in shards, the last one sent first; none that runs alone because of crashes."""

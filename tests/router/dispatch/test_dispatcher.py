@@ -419,3 +419,26 @@ async def test_a_full_server_accepts_a_caller_with_fewer_requests(tmp_path: Path
         assert sum(isinstance(result, Overloaded) for result in results) == 4
         assert not isinstance(results[-1], BaseException)
         assert not isinstance(results[0], BaseException)
+
+
+async def test_a_caller_whose_requests_all_run_does_not_lock_others_out(tmp_path: Path) -> None:
+    """Nothing waits that could make room: an eighth more is for callers that have fewer, whose requests start."""
+    async with stage(tmp_path, SimulatedModel(max_running=8), max_concurrent_requests=8) as here:
+        flood = [here.dispatcher.submit(request(100_000, caller="flood")) for _ in range(8)]
+        await here.until(lambda: here.shard.num_running == 8)
+        with pytest.raises(Overloaded):
+            here.dispatcher.submit(request(2, caller="flood"))
+        assert len(await ids_of(here.dispatcher.submit(request(2, caller="other")))) == 2
+        for generation in flood:
+            generation.cancel()
+
+
+async def test_the_room_beyond_the_limit_is_small(tmp_path: Path) -> None:
+    async with stage(tmp_path, SimulatedModel(max_running=64), max_concurrent_requests=16) as here:
+        flood = [here.dispatcher.submit(request(100_000, caller="flood")) for _ in range(16)]
+        await here.until(lambda: here.shard.num_running == 16)
+        others = [here.dispatcher.submit(request(100_000, caller=f"other {number}")) for number in range(2)]
+        with pytest.raises(Overloaded):
+            here.dispatcher.check_room(caller="third")
+        for generation in (*flood, *others):
+            generation.cancel()
