@@ -341,7 +341,7 @@ class Dispatcher:
             self._placement.record_sent(generation, link)
             self.metrics.routing_decisions.add(1, reason)
         for link, batch in batches.items():
-            link.send_timing.on_send()
+            link.send_timing.on_send(now)
             link.client.submit(batch)
             self.metrics.batch_left(len(batch), len(link.running) - len(batch))
         if batches:

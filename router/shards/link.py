@@ -397,8 +397,12 @@ class CreditAccount:
         return self.num_requests > 0 and self.num_kv_tokens >= num_tokens
 
 
-MARGIN_SECONDS, MARGIN = 0.002, 0.15
-"""How long before the end of the step a batch should arrive, in seconds and as a fraction of the step."""
+MARGIN_SECONDS, MARGIN = 0.004, 0.15
+"""How long before the end of the step a batch leaves, in seconds and as a fraction of the step: at least the time of a
+message to the router and of one back, on a busy machine. Of a short step, half.
+"""
+SHORTEST_SECONDS = 0.004
+"""Of a step during which a batch leaves: timers are not more exact than that."""
 RETURNING_SECONDS = 0.05
 """How long after its last request ended clients are expected to send the next ones."""
 QUIET_SECONDS = 0.0015
@@ -412,8 +416,7 @@ class SendTiming:
         self._step_began = -math.inf
         self._step_seconds = 0.0
         """The expected duration of the running step."""
-        self._has_sent = True
-        """Whether a message was sent during the running step, or started it."""
+        self._sent_at = -math.inf
         self._idle_since = -math.inf
         self._first_arrival = -math.inf
         """Arrival of the first of the queued requests."""
@@ -428,7 +431,6 @@ class SendTiming:
     def on_step(self, now: float) -> None:
         """The shard reported a step and has started the next one."""
         self._step_began = now
-        self._has_sent = False
 
     def set_step_time(self, seconds: float) -> None:
         """The shard's estimate for the running step."""
@@ -441,16 +443,16 @@ class SendTiming:
     def send_at(self, now: float, shard_idle: bool) -> float:
         """The time from which requests may be sent; `inf` stands for the shard's next output."""
         if not shard_idle:
-            margin = max(MARGIN_SECONDS, MARGIN * self._step_seconds)
-            has_passed = self._has_sent or self._step_seconds <= 2 * margin
-            return math.inf if has_passed else self._step_began + self._step_seconds - margin
+            seconds = self._step_seconds
+            due = self._step_began + max(seconds / 2, seconds - max(MARGIN_SECONDS, MARGIN * seconds))
+            return math.inf if self._sent_at >= due or seconds < SHORTEST_SECONDS else due
         if now - self._idle_since > RETURNING_SECONDS:
             return now
         return min(self._last_arrival + QUIET_SECONDS, self._first_arrival + LONGEST_GATHER_SECONDS)
 
-    def on_send(self) -> None:
+    def on_send(self, now: float) -> None:
         """Requests were sent during a step, or started one."""
-        self._has_sent = True
+        self._sent_at = now
 
 
 BLOCK = 32

@@ -210,7 +210,9 @@ class Engine:
             # Nor may the step after it be taken for its own: both start once the routers know of them.
             self._outbox.announce_step(keys, ACK_TIMEOUT_S if must_wait else 0.0)
         load = plan.load
-        expected = self._step_costs.estimate(load.num_tokens, load.num_attended)
+        expected = self.scheduler.prompt_chunks.estimate(plan.num_prompt_tokens, load.num_tokens)
+        if expected is None:
+            expected = self._step_costs.estimate(load.num_tokens, load.num_attended)
         if abs(expected - self._expected) > max(STEP_TIME_CHANGE_S, STEP_TIME_CHANGE * self._expected):
             self._expected = expected
             self._send([])
@@ -327,8 +329,7 @@ class Engine:
         self._last = (round((now - step.started) * 1000), step.load.num_tokens)
         elapsed = now - max(step.started, self._committed_at)
         self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
-        num_prompt_tokens = sum(item.end - item.start for item in scheduled if item.end - item.start > 1)
-        self.scheduler.prompt_chunks.observe(num_prompt_tokens, step.load.num_tokens, elapsed)
+        self.scheduler.prompt_chunks.observe(step.plan.num_prompt_tokens, step.load.num_tokens, elapsed)
         if draft_length.is_used:
             draft_length.observe(scheduled, load, elapsed, draft_seconds)
         self._committed_at = now

@@ -17,7 +17,7 @@ SHORTEST_S, LONGEST_S = 0.07, 0.35
 """Seconds of a step with prompts next to requests that decode: with few prompts waiting, so that streams do not
 pause, and with many, so that first tokens come soon.
 """
-SHARED_S = 0.015
+SHARED_S = 0.010
 """The same where one caller asks for more than its share and another for less, which waits for some of these steps."""
 BACKLOG_SHARE = 1 / 16
 """Part of the time of all waiting prompts that a step spends on them, between the two."""
@@ -68,13 +68,19 @@ class PromptChunks:
         # seconds per token of steps with prompts, and seconds of steps without
         self._token_s: deque[float] = deque(maxlen=NUM_MEASURED)
         self._decode_s: deque[float] = deque(maxlen=NUM_MEASURED)
+        self._least = LEAST_MEASURED
 
     def observe(self, num_prompt_tokens: int, num_tokens: int, seconds: float) -> None:
         """Record a step of so many tokens."""
-        if num_prompt_tokens >= LEAST_MEASURED:
+        if num_prompt_tokens >= self._least:
             self._token_s.append(seconds / num_tokens)
         elif not num_prompt_tokens:
             self._decode_s.append(seconds)
+
+    def estimate(self, num_prompt_tokens: int, num_tokens: int) -> float | None:
+        """Seconds of a step of so many tokens; None where too few of them are prompt tokens, or none was measured."""
+        is_known = num_prompt_tokens >= self._least and len(self._token_s) > 0
+        return num_tokens * median(self._token_s) if is_known else None
 
     def choose(self, num_waiting: int, num_decoding: int, is_short: bool = False) -> int:
         """Most prompt tokens of a step, of `num_waiting` that are to be computed, next to so many requests that decode.
@@ -93,7 +99,9 @@ class PromptChunks:
         elif num_decoding:
             seconds = min(seconds, max(shortest, BACKLOG_SHARE * num_waiting * token_s))
         num_tokens = round(seconds / max(token_s, 1e-9)) - num_decoding
-        return min(limits.step_tokens, max(LEAST_TOKENS, num_tokens))
+        chosen = min(limits.step_tokens, max(LEAST_TOKENS, num_tokens))
+        self._least = min(LEAST_MEASURED, chosen // 2)  # small steps count where all are small: times may fall again
+        return chosen
 
     def adapter_cap(self) -> int:
         """The prefill cap of an adapter, where the limits have one."""
@@ -361,17 +369,20 @@ class Callers:
 
     def prompt_limits(self, tokens: Counter[str], step_tokens: int) -> dict[str, int]:
         """The most prompt tokens of a step, of callers with more of them than their share. Where many have, shares of a
-        short step are a few tokens: one short prompt gets up to half of the step, so that it does not wait for many.
+        short step are a few tokens: short prompts get up to half of the step, the shortest first, so that they do not
+        wait for several.
         """
-        if len(tokens) < 2:
+        if len(tokens) < 2 or not (limits := fair_limits(tokens, self._weights, step_tokens)):
             return {}
-        limits = fair_limits(tokens, self._weights, step_tokens)
-        shortest = min(tokens, key=tokens.__getitem__)
-        if shortest not in limits or tokens[shortest] > SHORT_PROMPT_TOKENS:
-            return limits
-        first = max(limits[shortest], min(tokens[shortest], step_tokens // 2))
-        others = {name: number for name, number in tokens.items() if name != shortest}
-        return {**fair_limits(others, self._weights, step_tokens - first), shortest: first}
+        first, num_left = dict[str, int](), step_tokens // 2
+        for name in sorted(tokens, key=tokens.__getitem__):
+            number = min(tokens[name], num_left)
+            if tokens[name] > SHORT_PROMPT_TOKENS or number < limits.get(name, tokens[name]):
+                break
+            first[name] = number
+            num_left -= number
+        others = {name: number for name, number in tokens.items() if name not in first}
+        return {**fair_limits(others, self._weights, step_tokens - sum(first.values())), **first}
 
     def check(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
         """Prove that the requests of callers are counted. Raises RuntimeError."""

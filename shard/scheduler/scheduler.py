@@ -48,6 +48,11 @@ class StepPlan(NamedTuple):
     def num_requests(self) -> int:
         return len(self.scheduled) + (0 if self.decode is None else len(self.decode.members))
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of requests that are more than one token behind."""
+        return sum(item.end - item.start for item in self.scheduled if item.end - item.start > 1)
+
     def items(self) -> list[ScheduledRequest]:
         """All requests one by one."""
         decode = self.decode

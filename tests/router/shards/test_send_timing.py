@@ -1,4 +1,4 @@
-"""When a batch leaves: two messages per step at most, the first one as late as it is of use."""
+"""When a batch leaves: as late as it is of use for the next step, and at the beginning of a step that made room."""
 
 import math
 
@@ -20,7 +20,7 @@ def test_an_idle_shard_gets_the_first_request_at_once() -> None:
 
 def test_later_requests_wait_for_the_step() -> None:
     timing = SendTiming()
-    timing.on_send()
+    timing.on_send(1.0)
     timing.set_step_time(0.050)
     assert timing.send_at(1.001, shard_idle=False) == math.inf
 
@@ -29,10 +29,16 @@ def test_one_message_gathers_until_shortly_before_the_step_ends() -> None:
     timing = stepping(1.0, 0.020)
     at = timing.send_at(1.001, shard_idle=False)
     assert 1.015 < at < 1.020
-    timing.on_send()
+    timing.on_send(at)
     assert timing.send_at(1.019, shard_idle=False) == math.inf
     timing.on_step(1.020)
     assert 1.035 < timing.send_at(1.021, shard_idle=False) < 1.040
+
+
+def test_a_request_reaches_the_next_step_although_others_left_at_the_beginning_of_this_one() -> None:
+    timing = stepping(1.0, 0.020)
+    timing.on_send(1.0)
+    assert 1.015 < timing.send_at(1.003, shard_idle=False) < 1.020
 
 
 def test_the_step_time_may_be_updated_during_the_step() -> None:

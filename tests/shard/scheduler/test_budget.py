@@ -150,6 +150,16 @@ def test_prompt_tokens_of_a_step_follow_measured_times(
     assert chunks.choose(num_waiting, num_decoding) == pytest.approx(wanted, abs=1)
 
 
+def test_steps_become_larger_again_after_slow_ones() -> None:
+    chunks = PromptChunks(Limits(4096, 64))
+    for _ in range(7):
+        chunks.observe(64, 64, 6.4)
+    assert chunks.choose(100_000, 8) == LEAST_TOKENS
+    for _ in range(7):
+        chunks.observe(LEAST_TOKENS // 2, LEAST_TOKENS, 0.016)
+    assert chunks.choose(100_000, 8) == 342
+
+
 @pytest.mark.parametrize(
     ("decode_ms", "token_ms", "cap"),
     [(20, 1.0, 30), (21, 0.375, 84), (20, 1e-9, MOST_CAP), (1, 1.6, LEAST_CAP)],

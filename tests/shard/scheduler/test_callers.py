@@ -125,6 +125,17 @@ def test_a_short_prompt_is_computed_first_in_small_steps() -> None:
     assert longer.num_computed == 12, "it gets half of a step at most"
 
 
+def test_short_prompts_are_computed_whole_although_others_are_shorter() -> None:
+    steps = Steps(Limits(step_tokens=40, max_running=64, short_room=64), num_pages=8000)
+    for number in range(8):
+        steps.add(f"{FLOOD} {number}", num_prompt=2000)
+    steps.step()
+    shortest, short = (steps.add(f"{CANARY} {num}", num_prompt=num, max_new_tokens=2) for num in (6, 12))
+    tokens = steps.step()
+    assert (shortest.num_computed, short.num_computed) == (6, 12)
+    assert tokens.total() == 18 + 8 * 2, "the others share the rest of the step"
+
+
 def test_steps_are_short_for_a_caller_next_to_one_with_more_than_its_share() -> None:
     """Requests that a router holds back count as asked for: it sends no more than a caller's share."""
     numbers = []
