@@ -9,6 +9,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import httpx
+import httpx._transports.default as transports
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -46,6 +48,9 @@ settings.load_profile("untimed")  # other processes may take the machine for sec
 
 NUM_REPORTED = 10
 """Files whose time is printed at the end."""
+
+# each client of httpx reads the certificates of all authorities, which takes longer than most requests of a test
+transports.create_ssl_context = cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
 
 gc.disable()  # until every file is imported: imports leave little garbage
 
