@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import httpx._transports.default as transports
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).parents[1]
@@ -51,6 +52,14 @@ NUM_REPORTED = 10
 
 # each client of httpx reads the certificates of all authorities, which takes longer than most requests of a test
 transports.create_ssl_context = cache(httpx.create_ssl_context)  # type: ignore[attr-defined]
+
+# with values of variables a traceback takes a hundred times as long to write
+structlog.configure(
+    processors=[
+        *structlog.get_config()["processors"][:-1],
+        structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback),
+    ]
+)
 
 gc.disable()  # until every file is imported: imports leave little garbage
 

@@ -21,10 +21,6 @@ from tests.hub_server import hub
 from tests.router.serving import MODEL_ID, Serving
 from tests.router.threaded_serving import ThreadedServing
 
-schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis from PyPI")
-checks = pytest.importorskip("schemathesis.specs.openapi.checks")
-GenerationMode = schemathesis.generation.GenerationMode
-
 ADMIN_KEY = "schema admin key"
 KNOWN = "known"
 """An adapter that exists."""
@@ -76,8 +72,6 @@ def no_server_error(context: Any, response: Any, case: Any) -> None:
     assert response.status_code < 500 or response.status_code == 501, f"{response.status_code}: {response.text[:500]}"
 
 
-CHECKS = [no_server_error, checks.status_code_conformance, checks.content_type_conformance]
-
 SETTINGS = settings(derandomize=True, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
@@ -95,6 +89,11 @@ def check(url: str, num_cases: int, *, in_turns: bool = False) -> Counter[int]:
 
     `in_turns`: the modes take turns, so that an operation has one of them.
     """
+    # here, since only the worker that runs these tests needs it
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis from PyPI")
+    conformance = pytest.importorskip("schemathesis.specs.openapi.checks")
+    checks = [no_server_error, conformance.status_code_conformance, conformance.content_type_conformance]
+    every_mode = schemathesis.generation.GenerationMode
     schema = schemathesis.openapi.from_dict(httpx.get(f"{url}/openapi.json").json())
     answers: Counter[int] = Counter()
     headers = {"authorization": f"Bearer {ADMIN_KEY}"}
@@ -105,7 +104,7 @@ def check(url: str, num_cases: int, *, in_turns: bool = False) -> Counter[int]:
     for number, operation in enumerate(operations):
         if operation.path in ENDLESS:
             continue
-        modes = list(GenerationMode) if operation.body else [GenerationMode.POSITIVE]
+        modes = list(every_mode) if operation.body else [every_mode.POSITIVE]
         for mode in [modes[number % len(modes)]] if in_turns else modes:
 
             @settings(SETTINGS, max_examples=num_cases)
@@ -115,7 +114,7 @@ def check(url: str, num_cases: int, *, in_turns: bool = False) -> Counter[int]:
                     use_known_names(case.body)
                 response = case.call(base_url=url, headers=headers, timeout=60)
                 answers[response.status_code] += 1
-                case.validate_response(response, checks=CHECKS, headers=headers)
+                case.validate_response(response, checks=checks, headers=headers)
 
             send()
     return answers

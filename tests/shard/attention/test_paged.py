@@ -28,7 +28,7 @@ class TestPaged(KernelsApart):
     cases = (Path(__file__).with_name("paged_cases.py"),)
     sample = (
         "(reference and (grouped or sinks)) or (eight_bits and bfloat16) or (equal_bits and grouped) or under_bounds "
-        "or (by_length and (both or padded)) or (accepted and beyond)"
+        "or (by_length and (both or padded)) or (accepted and beyond and True)"
     )
     compiles = "tests.shard.attention.compile_paged"
 

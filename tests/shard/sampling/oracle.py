@@ -6,7 +6,7 @@
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.stats import chi2
+import torch
 
 MASK = 2**64 - 1
 GOLDEN = 0x9E3779B97F4A7C15
@@ -99,7 +99,9 @@ def fit(counts: np.ndarray, p: np.ndarray) -> float:
     expected = np.concatenate([[expected[:rare].sum()], expected[rare:]])
     if len(counts) == 1:
         return 1.0
-    return float(chi2.sf(((counts - expected) ** 2 / expected).sum(), len(counts) - 1))
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    freedom = torch.tensor(len(counts) - 1, dtype=torch.float64)
+    return float(torch.special.gammaincc(freedom / 2, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 def mix(x: int) -> int:

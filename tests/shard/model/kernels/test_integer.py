@@ -18,6 +18,12 @@ VARIANTS = {
     "as the processor can": (),
     **{f"{width} bytes": (f"WITHOUT_INSTRUCTIONS={width}",) for width in (16, 32, 64)},
 }
+COMPILED = [
+    ("as the processor can", torch.float32),
+    ("as the processor can", torch.bfloat16),
+    *((name, torch.float32) for name in VARIANTS if name != "as the processor can"),
+]
+"""Kinds of vectors, and of numbers. Each pair is compiled, which takes seconds."""
 KINDS = {
     "8 bits": (8, None, False),
     "8 bits, groups of 32": (8, 32, False),
@@ -82,7 +88,7 @@ def rows_of(count: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return x.to(dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("code", "dtype"), COMPILED, ids=str, indirect=["code"])
 @pytest.mark.parametrize("kind", [*KINDS, *RANGES])
 @pytest.mark.usefixtures("code")
 def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
@@ -97,13 +103,14 @@ def test_the_bits_of_the_reference(kind: str, dtype: torch.dtype) -> None:
         assert torch.equal(packed.product(x, with_bias=False), plain_product(x, weight, None))
 
 
+@pytest.mark.parametrize(("code", "dtype"), COMPILED, ids=str, indirect=["code"])
 @pytest.mark.parametrize("kind", [*KINDS, *RANGES])
 @pytest.mark.usefixtures("code")
-def test_scales_that_half_precision_holds(kind: str) -> None:
+def test_scales_that_half_precision_holds(kind: str, dtype: torch.dtype) -> None:
     weight = drawn(kind, 100, 256)
     scales, minimums = weight.scales.half().float(), weight.minimums
     halves = IntegerWeight(weight.bits, weight.values, scales, None if minimums is None else minimums.half().float())
-    packed, x = PackedIntegers(halves, None), rows_of(13, 256, torch.bfloat16)
+    packed, x = PackedIntegers(halves, None), rows_of(13, 256, dtype)
     for count in (1, 2, 7, 13):
         assert torch.equal(packed.product(x[:count], with_bias=False), plain_product(x[:count], halves, None))
     if integer._load(torch.float32).reads_halves():
