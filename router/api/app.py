@@ -1,8 +1,10 @@
 """The HTTP application: the table of routes, and the handlers that turn failures into answers."""
 
+import asyncio
 import functools
+import importlib
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
 from starlette.convertors import PathConvertor, register_url_convertor
@@ -21,7 +23,6 @@ from lorikeet.router.api.routes.completions import CompletionsRoute
 from lorikeet.router.api.routes.information import ALTERNATIVES, METHODS, InformationRoutes, ProbeRoutes, out_of_scope
 from lorikeet.router.api.routes.messages import MessagesRoute
 from lorikeet.router.api.routes.native import NativeRoutes, PredictRoute
-from lorikeet.router.api.routes.pooled import PooledRoutes
 from lorikeet.router.api.routes.responses import ResponsesRoute
 from lorikeet.router.api.routes.sagemaker import InvocationsRoute
 from lorikeet.router.api.routes.tokens import TokenRoutes
@@ -32,6 +33,9 @@ from lorikeet.router.dispatch.dispatcher import Dispatcher
 from lorikeet.router.errors import InternalError, RouterError, UnknownMethod, UnknownRoute
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from lorikeet.router.api.routes.pooled import PooledRoutes
 
 _Route = Callable[[Request], Coroutine[Any, Any, Response]]
 _RESPONSE = "/v1/responses/{response_id}"
@@ -74,17 +78,29 @@ def _generating(service: Service) -> dict[str, Handle]:
 
 
 def _pooled(service: Service) -> dict[str, Handle]:
-    """The POST routes to embedding and classification models."""
-    routes = PooledRoutes(service)
+    """The POST routes to embedding and classification models. Their module is imported with the first request to one:
+    it imports numpy, which other routes do without.
+    """
+    imported: list[PooledRoutes] = []
+
+    def handle(method: "Callable[[PooledRoutes], Handle]") -> Handle:
+        async def answer(request: Request) -> Response:
+            if not imported:
+                module = await asyncio.to_thread(importlib.import_module, "lorikeet.router.api.routes.pooled")
+                imported.append(module.PooledRoutes(service))
+            return await method(imported[0])(request)
+
+        return answer
+
     return {
-        "/v1/embeddings": routes.embeddings,
-        "/v2/embed": routes.cohere_embed,
-        "/embed": routes.embed,
-        "/pooling": routes.pooling,
-        "/classify": routes.classify,
-        "/classify_batch": routes.classify_batch,
-        **dict.fromkeys(("/score", "/v1/score"), routes.score),
-        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), routes.rerank),
+        "/v1/embeddings": handle(lambda routes: routes.embeddings),
+        "/v2/embed": handle(lambda routes: routes.cohere_embed),
+        "/embed": handle(lambda routes: routes.embed),
+        "/pooling": handle(lambda routes: routes.pooling),
+        "/classify": handle(lambda routes: routes.classify),
+        "/classify_batch": handle(lambda routes: routes.classify_batch),
+        **dict.fromkeys(("/score", "/v1/score"), handle(lambda routes: routes.score)),
+        **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), handle(lambda routes: routes.rerank)),
     }
 
 

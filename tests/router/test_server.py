@@ -235,6 +235,20 @@ def _is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def test_a_router_imports_only_what_every_server_needs(tmp_path: Path) -> None:
+    """Not even with its routes: those that compute with vectors import numpy when they are called, and a server without
+    traces needs no exporter.
+    """
+    program = (
+        "import sys; import lorikeet.router.server; from lorikeet.router.api.app import _generating; "
+        "from unittest.mock import MagicMock; assert '/v1/embeddings' in _generating(MagicMock()); "
+        "print(*sorted({'grpc_reflection', 'numpy', 'opentelemetry.sdk', 'scipy', 'torch', 'transformers'} & "
+        "sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout == "\n"
+
+
 def test_wrong_settings_are_one_sentence(tmp_path: Path) -> None:
     path = settings(tmp_path, prot=1)
     assert run_router(path) == (2, "router: unknown RouterConfig fields: prot\n")
