@@ -9,9 +9,9 @@ import contextlib
 import re
 import secrets
 from collections import Counter, deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from starlette.responses import Response
@@ -25,9 +25,11 @@ from lorikeet.router.errors import IncompleteGeneration
 from lorikeet.router.output.events import Message
 from lorikeet.router.output.reader import Reader
 from lorikeet.router.requests.generation import Generation, TokenWriter
-from lorikeet.router.requests.request import FinishReason, OutputChunk, OutputToken
+from lorikeet.router.requests.request import FinishReason, OutputChunk, OutputToken, PromptScores
 from lorikeet.router.schemas.model import MAX_IGNORED
 from lorikeet.router.schemas.openai import OpenAIRequest
+
+T = TypeVar("T")
 
 
 class VisibleTokens:
@@ -71,9 +73,6 @@ class VisibleTokens:
         return shown
 
 
-Alternatives = list[tuple[int, str, float]]
-
-
 @dataclass
 class Completed:
     """One generation from its first to its last token."""
@@ -83,10 +82,7 @@ class Completed:
     text: str = ""
     finish_reason: FinishReason = FinishReason.LENGTH
     num_cached: int = 0
-    prefill: list[tuple[int, str, float | None]] = field(default_factory=list)
-    prefill_alternatives: list[Alternatives] | None = None
-    prefill_ranks: list[int] | None = None
-    """Ranks of the prompt tokens from the second on."""
+    prefill: PromptScores | None = None
     stop_reason: int | str | None = None
     message: Message = field(default_factory=Message)
     """The text as a message, in a conversation."""
@@ -95,6 +91,12 @@ class Completed:
     def num_skipped(self) -> int:
         """Tokens after the first of their step."""
         return sum(token.skipped for token in self.tokens)
+
+    @property
+    def num_entries(self) -> int:
+        """Tokens and alternatives that an answer may list."""
+        num_alternatives = sum(len(token.alternatives or ()) for token in self.tokens)
+        return len(self.tokens) + num_alternatives + (0 if self.prefill is None else self.prefill.num_entries)
 
     @property
     def mean_logprob(self) -> float:
@@ -113,11 +115,7 @@ async def collect(generation: Generation) -> Completed:
         texts.append(chunk.text)
         if chunk.num_cached:
             whole.num_cached = chunk.num_cached
-        whole.prefill_ranks = chunk.prefill_ranks or whole.prefill_ranks
-        if chunk.prefill is not None:
-            whole.prefill += chunk.prefill
-        if chunk.prefill_alternatives is not None:
-            whole.prefill_alternatives = chunk.prefill_alternatives
+        whole.prefill = chunk.prefill or whole.prefill
         if chunk.finish_reason is not None:
             whole.finish_reason, whole.stop_reason = chunk.finish_reason, chunk.stop_reason
             whole.text = "".join(texts)
@@ -137,6 +135,21 @@ async def collect_all(generations: list[Generation]) -> list[Completed]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+LARGE_ENTRIES = 1000
+"""Tokens and alternatives that take a millisecond or two to write."""
+ENTRY_CHARS = 3
+"""Characters of a text that take as long to tokenize as one of them takes to write."""
+
+
+async def written(service: Service, caller: str, num_entries: int, write: Callable[[], T]) -> T:
+    """What `write` returns. Where it writes many tokens and alternatives, it runs in a thread in which callers take
+    turns.
+    """
+    if num_entries <= LARGE_ENTRIES:
+        return write()
+    return await service.tokenizer.pool.run(write, caller, ENTRY_CHARS * num_entries)
 
 
 async def read_all(readers: list[Reader], sequences: list[Completed]) -> None:
@@ -260,7 +273,9 @@ class Envelope:
     model: str
     system_fingerprint: str
 
-    def around(self, choices: list[dict[str, Any]], usage: dict[str, Any] | None = None) -> dict[str, Any]:
+    def around(
+        self, choices: Sequence[dict[str, Any] | orjson.Fragment], usage: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
         """LoRAX's order of keys."""
         return {
             "id": self.id,

@@ -21,6 +21,7 @@ from lorikeet.router.requests.request import (
     GenerationRequest,
     OutputChunk,
     OutputToken,
+    PromptScores,
     ResolvedAdapters,
     ShardOutput,
 )
@@ -481,7 +482,8 @@ class Generation:
                 self._writer = None
         chunk = OutputChunk(self._tokens, self._text, self.finish_reason, self.num_cached, stop_reason=self.stop_reason)
         if self._prefill is not None:
-            self._add_prefill(chunk, self._prefill)
+            count, text_of = self.request.logprobs.prefill_alternatives, self.tokenizer.token_text
+            chunk.prefill = PromptScores(self.request.prompt_ids, self._prefill, count, text_of)
             self._prefill = None
         if self.read_texts is not None:
             self.read_texts.append(self._text)
@@ -746,18 +748,6 @@ class Generation:
         self._push(self._stop, tail, may_end=True, is_last=True)
         if self._stop.matched is None:
             self._text += self._stop.flush()
-
-    def _add_prefill(self, chunk: OutputChunk, prefill: pb.RequestOutput) -> None:
-        """Put the prompt's log probabilities into the first chunk."""
-        text = self.tokenizer.token_text
-        ids = self.request.prompt_ids
-        values: list[float | None] = [None, *prefill.prefill_logprobs]
-        chunk.prefill = [(token_id, text(token_id), value) for token_id, value in zip(ids, values, strict=False)]
-        chunk.prefill_ranks = list(prefill.prefill_ranks) or None
-        count = self.request.logprobs.prefill_alternatives
-        if count:
-            triples = self._scored(prefill.prefill_alternative_ids, prefill.prefill_alternative_logprobs)
-            chunk.prefill_alternatives = [[], *(triples[at : at + count] for at in range(0, len(triples), count))]
 
     def _close(self) -> None:
         self.is_over = True

@@ -6,7 +6,7 @@ The name of a request's adapter is resolved and authorised; its content (the dig
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property, partial
@@ -225,6 +225,10 @@ class GenerationRequest:
         return [name for name, value in masks.items() if value]
 
 
+Alternatives = list[tuple[int, str, float]]
+"""Id, text and log probability of tokens that are possible at one position, the likeliest first."""
+
+
 @dataclass(slots=True)
 class OutputToken:
     """One emitted token."""
@@ -238,11 +242,47 @@ class OutputToken:
     """Emitted by the same step as the token before it."""
     source: int
     """A key of `SOURCE_NAMES` in lorikeet/proto/draft_sources.py."""
-    alternatives: list[tuple[int, str, float]] | None = None
+    alternatives: Alternatives | None = None
     hidden: bool = False
     """Whether its text is left out of the generated text."""
     num_earlier: int = 0
     """Characters at the start of its text that are an incomplete character of earlier tokens: never left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log probabilities of a prompt's tokens. They stay as the shard sent them until an answer is written: as objects
+    they would take ten times as much memory.
+    """
+
+    ids: Sequence[int]
+    output: pb.RequestOutput
+    num_alternatives: int
+    text_of: Callable[[int], str]
+
+    @property
+    def num_entries(self) -> int:
+        """Tokens and alternatives."""
+        return len(self.ids) + len(self.output.prefill_alternative_ids)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Of the tokens from the second on; 1 is the likeliest. Empty where they were not requested."""
+        return self.output.prefill_ranks
+
+    def tokens(self) -> Iterator[tuple[int, str, float | None]]:
+        """Id, text and log probability of each token; the first has none."""
+        values: Iterable[float | None] = (None, *self.output.prefill_logprobs)
+        return ((token_id, self.text_of(token_id), value) for token_id, value in zip(self.ids, values, strict=False))
+
+    def alternatives(self) -> Iterator[Alternatives]:
+        """Those of each token; none of the first."""
+        ids, logprobs = list(self.output.prefill_alternative_ids), list(self.output.prefill_alternative_logprobs)
+        count = self.num_alternatives
+        yield []
+        for index in range(len(self.ids) - 1):
+            span = slice(index * count, (index + 1) * count)
+            yield [(other, self.text_of(other), value) for other, value in zip(ids[span], logprobs[span], strict=True)]
 
 
 @dataclass(slots=True)
@@ -254,11 +294,8 @@ class OutputChunk:
     """Text that can be shown (held back while it could be the beginning of a stop string)."""
     finish_reason: FinishReason | None = None
     num_cached: int = 0
-    prefill: list[tuple[int, str, float | None]] | None = None
-    """Prompt tokens with log probabilities, in the first chunk, where requested."""
-    prefill_alternatives: list[list[tuple[int, str, float]]] | None = None
-    prefill_ranks: list[int] | None = None
-    """Ranks of the prompt tokens from the second on; 1 is the likeliest token."""
+    prefill: PromptScores | None = None
+    """In the first chunk, where requested."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the output; None at an end-of-text token or the maximum length."""
     num_bytes: int = 0

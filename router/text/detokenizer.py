@@ -106,7 +106,7 @@ class Vocabulary:
     def text(self, token_id: int) -> str:
         """The text of a single token, with incomplete characters as U+FFFD."""
         if self._piece is not None:
-            return self.piece(token_id).decode(errors="replace")
+            return self.texts[token_id] or self.piece(token_id).decode(errors="replace")
         return self.backend.decode([token_id], skip_special_tokens=False)
 
     def _agrees(self) -> bool:

@@ -1,16 +1,16 @@
 """`/v1/completions`: one or several prompts, `n` and `best_of` of each, answers and streams in OpenAI's shapes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lorikeet.router.api.answer_parts import Alternatives, Completed, VisibleTokens
+from lorikeet.router.api.answer_parts import Completed, VisibleTokens
 from lorikeet.router.api.prepare import Prompt, Prompts, check_ids, text_of
 from lorikeet.router.api.routes.native import listed
 from lorikeet.router.api.routes.openai import FINISH_REASONS, LOWEST_LOGPROB, OpenAIPrompts, OpenAIRoute
 from lorikeet.router.api.service import Service
 from lorikeet.router.errors import UnsupportedField, ValidationError
 from lorikeet.router.output.events import Event
-from lorikeet.router.requests.request import Adapter, Caller, OutputChunk, OutputToken
+from lorikeet.router.requests.request import Adapter, Alternatives, Caller, OutputChunk, OutputToken, PromptScores
 from lorikeet.router.schemas.openai import CompletionFields, CompletionRequest
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -72,8 +72,8 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         if params.num_logprobs is not None:
             shown = VisibleTokens(echoed).take(tokens, text, whole.finish_reason)
             logprobs = self._logprobs(shown, params)
-            if params.echo:
-                of_prompt = self._prompt_logprobs(echoed, whole.prefill, whole.prefill_alternatives, params)
+            if params.echo and whole.prefill is not None:
+                of_prompt = self._prompt_logprobs(echoed, whole.prefill, params)
                 logprobs = _joined(of_prompt, logprobs)
         finish = "length" if params.only_prompt else FINISH_REASONS[whole.finish_reason]
         prompt_ids = {"prompt_token_ids": prompt.ids} if params.report.token_ids else {}
@@ -97,7 +97,7 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
             if shown:
                 logprobs = self._logprobs(shown, params)
             if params.echo and chunk.prefill is not None:
-                of_prompt = self._prompt_logprobs(visible.echo, chunk.prefill, chunk.prefill_alternatives, params)
+                of_prompt = self._prompt_logprobs(visible.echo, chunk.prefill, params)
                 logprobs = of_prompt if logprobs is None else _joined(of_prompt, logprobs)
         text, visible.echo = visible.echo + chunk.text, ""
         finish = FINISH_REASONS[chunk.finish_reason]
@@ -122,30 +122,21 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
             "text_offset": [offset for _, offset in tokens],
         }
 
-    def _prompt_logprobs(
-        self,
-        prompt: str,
-        prefill: list[tuple[int, str, float | None]],
-        alternatives: list[Alternatives] | None,
-        params: CompletionFields,
-    ) -> Logprobs:
+    def _prompt_logprobs(self, prompt: str, scores: PromptScores, params: CompletionFields) -> Logprobs:
         """`logprobs` of an echoed prompt; its first token has no probability."""
-        likeliest = (
-            [None] * len(prefill) if alternatives is None else [best[: params.num_logprobs] for best in alternatives]
-        )
-        as_ids = params.report.tokens_as_ids
+        as_ids, count = params.report.tokens_as_ids, params.num_logprobs
         shown = [
-            self._shown(token_id, logprob, best, as_ids)
-            for (token_id, _, logprob), best in zip(prefill, likeliest, strict=True)
+            self._shown(token_id, logprob, best[:count], as_ids)
+            for (token_id, _, logprob), best in zip(scores.tokens(), scores.alternatives(), strict=True)
         ]
         return {
             "tokens": [label for label, _ in shown],
-            "token_logprobs": [logprob for _, _, logprob in prefill],
+            "token_logprobs": [logprob for _, _, logprob in scores.tokens()],
             "top_logprobs": [None, *(top for _, top in shown[1:])] if params.lists_alternatives else None,
-            "text_offset": self._prompt_offsets(prompt, [token_id for token_id, _, _ in prefill]),
+            "text_offset": self._prompt_offsets(prompt, scores.ids),
         }
 
-    def _prompt_offsets(self, prompt: str, ids: list[int]) -> list[int]:
+    def _prompt_offsets(self, prompt: str, ids: Sequence[int]) -> list[int]:
         """Where the text of each token begins in the prompt; special tokens have none."""
         tokenizer = self._service.tokenizer
         detokenizer, hidden_ids = tokenizer.detokenizer(()), tokenizer.special_ids

@@ -3,7 +3,6 @@
 `/predict` is here too, as `/generate` with a different body and answer.
 """
 
-import asyncio
 from collections.abc import AsyncGenerator
 from functools import partial
 from typing import Any
@@ -23,6 +22,7 @@ from lorikeet.router.api.answer_parts import (
     json_response,
     speculation_report,
     stream_headers,
+    written,
 )
 from lorikeet.router.api.prepare import (
     PreparedRequest,
@@ -61,8 +61,6 @@ _PLAIN = _FLAGS % (b"false", b"false", SOURCE_NAMES[pb.SOURCE_TARGET].encode())
 _PREDICT_DEFAULTS: dict[str, Any] = {"max_new_tokens": 40, "top_k": 10, "top_p": 0.9, "return_full_text": True}
 _PREDICT_TOKENS = 4
 """Draft tokens per step, where the server allows as many."""
-LARGE_ENTRIES = 10_000
-"""Above this number `details` are put together in a thread: it takes a microsecond or two each."""
 
 
 class LoraxPrompt(Prompts):
@@ -147,8 +145,8 @@ class NativeRoutes(Routes):
         if parameters.details or parameters.decoder_input_details:
             others = sequences[:best] + sequences[best + 1 :]
             details = partial(self._details, native, sent, chosen, others)
-            is_large = sum(map(_num_entries, sequences)) > LARGE_ENTRIES
-            answer["details"] = await asyncio.to_thread(details) if is_large else details()
+            num_entries = sum(sequence.num_entries for sequence in sequences)
+            answer["details"] = await written(self._service, sent.caller, num_entries, details)
             answer["details"] |= _speculation_details(generations[best])
         if receipt is not None:
             answer.get("details", answer)["receipt"] = receipt
@@ -255,7 +253,7 @@ class NativeRoutes(Routes):
             "seed": whole.seed if sent.sampling.do_sample else None,
             "prefill": [
                 {"id": token_id, "text": text, "logprob": None if logprob is None else round(logprob, 7)}
-                for token_id, text, logprob in whole.prefill
+                for token_id, text, logprob in (() if whole.prefill is None else whole.prefill.tokens())
             ],
             "tokens": [fields["token"] for fields in shown],
             **top_tokens,
@@ -278,12 +276,6 @@ class NativeRoutes(Routes):
         if token.alternatives is None:
             return token_event(token)
         return event(self._token_fields(token, native) | {"generated_text": None, "details": None})
-
-
-def _num_entries(whole: Completed) -> int:
-    """Tokens and alternatives that `details` lists."""
-    listed = [*(token.alternatives or () for token in whole.tokens), *(whole.prefill_alternatives or ())]
-    return len(whole.tokens) + len(whole.prefill) + sum(map(len, listed))
 
 
 def _speculation_details(generation: Generation) -> dict[str, Any]:

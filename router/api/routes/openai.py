@@ -3,15 +3,19 @@
 import secrets
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
+import orjson
 import structlog
 from starlette.requests import Request
 from starlette.responses import Response
 
 from lorikeet.router.api.answer_parts import (
+    ENTRY_CHARS,
+    LARGE_ENTRIES,
     Completed,
     Counts,
     Envelope,
@@ -28,6 +32,7 @@ from lorikeet.router.api.answer_parts import (
     stream_headers,
     token_counts,
     usage,
+    written,
 )
 from lorikeet.router.api.prepare import (
     PreparedRequest,
@@ -195,8 +200,11 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         num_reasoning = await count_reasoning(reasoning, generations)
         counts = usage(params, sum(len(prompt.ids) for prompt in prompts), generations, num_reasoning)
         frame = self._envelope(self.object_name, params)
-        whole = frame.around(self._choices(params, prompts, sequences), counts) | receipts
-        whole |= self._prompt_fields(params, prompts) | self._answer_fields(params, sequences)
+        whole = frame.around(await self._choices(params, prompts, sequences, generations[0].request.caller), counts)
+        whole |= receipts | self._prompt_fields(params, prompts)
+        num_entries = 0 if sequences[0].prefill is None else sequences[0].prefill.num_entries
+        write = partial(self._answer_fields, params, sequences)
+        whole |= await written(self._service, generations[0].request.caller, num_entries, write)
         return whole | metrics(generations) | repeated(params)
 
     def _named(self, request: Request, params: Params) -> Caller:
@@ -218,11 +226,15 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         count = params.report.num_prompt_logprobs
         if count is None:
             return {}
-        alternatives = whole.prefill_alternatives or [[] for _ in whole.prefill]
-        ranks: Sequence[int | None] = whole.prefill_ranks or [None] * (len(whole.prefill) - 1)
-        shown: list[dict[str, Any] | None] = [None]
-        for (token_id, text, logprob), best, rank in zip(whole.prefill[1:], alternatives[1:], ranks, strict=True):
-            entries = [(rank, (token_id, text, logprob or 0.0)), *enumerate(best[:count], 1)]
+        assert whole.prefill is not None
+        shown: list[dict[str, Any] | None] = []
+        for (token_id, text, logprob), best, rank in zip(
+            whole.prefill.tokens(), whole.prefill.alternatives(), (None, *whole.prefill.ranks), strict=True
+        ):
+            if logprob is None:
+                shown.append(None)
+                continue
+            entries = [(rank, (token_id, text, logprob)), *enumerate(best[:count], 1)]
             shown.append(
                 {
                     str(other): {"logprob": max(value, LOWEST_LOGPROB), "rank": place, "decoded_token": other_text}
@@ -246,17 +258,28 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         identity = f"{self.id_prefix}{params.request_id or secrets.token_hex(16)}"
         return Envelope(identity, kind, int(time.time()), model, fingerprint)
 
-    def _choices(self, params: Params, prompts: list[Prompt], sequences: list[Completed]) -> list[dict[str, Any]]:
-        """`n` per prompt: the likeliest where `best_of` gave more."""
-        choices = []
+    async def _choices(
+        self, params: Params, prompts: list[Prompt], sequences: list[Completed], caller: str
+    ) -> list[dict[str, Any]] | list[orjson.Fragment]:
+        """`n` per prompt: the likeliest where `best_of` gave more. As JSON where they have much to list."""
+        chosen = []
         for index, prompt in enumerate(prompts):
             group = sequences[index * params.best_of : (index + 1) * params.best_of]
             if params.best_of > params.num_choices:
                 group = sorted(group, key=lambda sequence: -sequence.mean_logprob)[: params.num_choices]
-            choices += [self._choice(params, prompt, sequence) for sequence in group]
-        for index, choice in enumerate(choices):
-            choice["index"] = index
-        return choices
+            chosen += [(prompt, sequence) for sequence in group]
+
+        def choice(index: int) -> dict[str, Any]:
+            return self._choice(params, *chosen[index]) | {"index": index}
+
+        def as_json(index: int) -> orjson.Fragment:
+            return orjson.Fragment(orjson.dumps(choice(index)))
+
+        nums = [sequence.num_entries for _, sequence in chosen] if _lists_tokens(params) else [0]
+        if sum(nums) <= LARGE_ENTRIES:
+            return [choice(index) for index in range(len(chosen))]
+        pool = self._service.tokenizer.pool
+        return [await pool.run(partial(as_json, index), caller, ENTRY_CHARS * num) for index, num in enumerate(nums)]
 
     async def _events(
         self,
@@ -302,7 +325,11 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
                 if readers:
                     events = await readers[index].read(chunk.text, chunk.finish_reason, chunk.stop_reason)
                     reasoning[index] += "".join(event.text for event in events if isinstance(event, ReasoningDelta))
-                for choice in self._chunk_choices(params, index, chunk, visible[index], events):
+                choices = self._chunk_choices(params, index, chunk, visible[index], events)
+                if chunk.prefill is not None:
+                    caller, num_entries = generations[index].request.caller, chunk.prefill.num_entries
+                    choices = iter(await written(self._service, caller, num_entries, partial(list, choices)))
+                for choice in choices:
                     yield event(frame.around([choice]) | shared())
             receipts = await self._receipt(generations)
         except RouterError as error:
@@ -319,9 +346,13 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         yield DONE
 
 
+def _lists_tokens(params: OpenAIRequest) -> bool:
+    report = params.report
+    lists_logprobs = params.num_logprobs is not None or report.num_prompt_logprobs is not None
+    return lists_logprobs or report.token_ids or report.tokens
+
+
 def _differs_in_text(params: OpenAIRequest, readers: list[Reader]) -> bool:
     """Whether the events of a stream differ in their text alone, except for the first and the last one."""
-    report = params.report
-    lists_tokens = params.num_logprobs is not None or report.token_ids or report.tokens
-    is_counted = params.only_prompt or report.continuous_usage
-    return not (lists_tokens or is_counted) and all(isinstance(reader, PlainReader) for reader in readers)
+    is_counted = params.only_prompt or params.report.continuous_usage
+    return not (_lists_tokens(params) or is_counted) and all(isinstance(reader, PlainReader) for reader in readers)

@@ -249,8 +249,9 @@ def test_prompt_log_probabilities_come_with_the_first_chunk(tokenizer: Tokenizer
     )
     chunk = fed.chunk()
     text = tokenizer.token_text
-    assert chunk.prefill == [(40, text(40), None), (41, text(41), -1.0), (42, text(42), -3.0)]
-    assert chunk.prefill_alternatives == [
+    assert chunk.prefill is not None and chunk.prefill.num_entries == 7
+    assert [*chunk.prefill.tokens()] == [(40, text(40), None), (41, text(41), -1.0), (42, text(42), -3.0)]
+    assert [*chunk.prefill.alternatives()] == [
         [],
         [(50, text(50), -1.0), (51, text(51), -2.0)],
         [(52, text(52), -3.0), (53, text(53), -4.0)],
@@ -262,7 +263,9 @@ def test_prompt_log_probabilities_come_with_the_first_chunk(tokenizer: Tokenizer
 def test_a_prompt_of_one_token_has_one_without_log_probability(tokenizer: Tokenizer) -> None:
     fed = Fed(tokenizer, prompt_ids=[40], logprobs=LogprobParams(prefill=True))
     fed.feed([60])
-    assert fed.chunk().prefill == [(40, tokenizer.token_text(40), None)]
+    scores = fed.chunk().prefill
+    assert scores is not None
+    assert [*scores.tokens()] == [(40, tokenizer.token_text(40), None)] and [*scores.alternatives()] == [[]]
 
 
 @pytest.mark.parametrize(

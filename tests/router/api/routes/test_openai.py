@@ -1,11 +1,15 @@
 """OpenAI's routes over plain HTTP: shapes, semantics and errors."""
 
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from lorikeet.router.api import answer_parts
+from lorikeet.router.api.routes import openai
 from lorikeet.router.api.routes.completions import CompletionsRoute
+from lorikeet.router.requests.request import PromptScores
 from tests.router.scripted_shard import Script
 from tests.router.serving import EOS, MODEL_ID, Serving
 
@@ -263,6 +267,44 @@ async def test_scoring_a_prompt(server: Serving) -> None:
     assert answer["usage"]["completion_tokens"] == 0
     events = await server.events("/v1/completions", {**body, "stream": True})
     assert events[0]["choices"] == answer["choices"]
+
+
+LISTING: dict[str, dict[str, Any]] = {
+    "/v1/completions": {**COMPLETION, "prompt": ["Hi there", "Ho"], "echo": True, "logprobs": 2, "prompt_logprobs": 2},
+    "/v1/chat/completions": {**CHAT, "logprobs": True, "prompt_logprobs": 2},
+    "/generate": {"inputs": "Hi there", "parameters": {"details": True, "decoder_input_details": True}},
+}
+
+
+@pytest.mark.parametrize("path", LISTING)
+async def test_what_lists_much_is_written_in_a_thread(
+    path: str, server: Serving, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = set[int]()
+    tokens = PromptScores.tokens
+
+    def noted(scores: PromptScores) -> Any:
+        threads.add(threading.get_ident())
+        return tokens(scores)
+
+    async def answers() -> list[Any]:
+        whole = await post(server, path, LISTING[path])
+        shown = [whole.get(name) for name in ("choices", "prompt_logprobs", "details")]
+        if path == "/v1/completions":
+            body = {**COMPLETION, "prompt": "Hi there", "echo": True, "logprobs": 2, "stream": True}
+            stream = await server.events(path, body)
+            shown += [event["choices"] for event in stream[:-1]]
+        return shown
+
+    server.says(" there", ends=True)
+    monkeypatch.setattr(PromptScores, "tokens", noted)
+    small = await answers()
+    assert threads == {threading.get_ident()}
+    for module in (answer_parts, openai):
+        monkeypatch.setattr(module, "LARGE_ENTRIES", 0)
+    threads.clear()
+    assert await answers() == small
+    assert threads and threading.get_ident() not in threads
 
 
 async def test_chat_logprobs(server: Serving) -> None:
