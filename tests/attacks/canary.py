@@ -145,21 +145,43 @@ class Memory(threading.Thread):
 
 def resident_mb(launched: Launched) -> dict[str, float]:
     """Memory of the router, the shard, and the loader with what reads adapters; each with all that it has started."""
-    router, shard = ([launched.child("router")], [launched.shard(0)])
-    others = [pid for pid in launched.all_children() if pid not in (*router, *shard)]
-    return {"router": _tree_mb(router), "shard": _tree_mb(shard), "loader": _tree_mb(others)}
+    router, shard = launched.child("router"), launched.shard(0)
+    others = [pid for pid in launched.all_children() if pid not in (router, shard)]
+    loader = sum(map(_shared_mb, others)) + sum(map(_children_mb, others))
+    return {
+        "router": _own_mb(router) + _children_mb(router),
+        "shard": _own_mb(shard) + _children_mb(shard),
+        "loader": loader,
+    }
 
 
-def _tree_mb(pids: list[int]) -> float:
-    """Pages that forked processes share count once. Processes may end meanwhile."""
-    total, left = 0.0, list(pids)
-    while left:
-        pid = left.pop()
-        try:
-            rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
-            for thread in os.listdir(f"/proc/{pid}/task"):
-                left += map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
-        except (FileNotFoundError, ProcessLookupError, IndexError):
-            continue
-        total += int(rollup.partition("\nPss:")[2].split()[0]) * 1024 / 1e6
+def _own_mb(pid: int) -> float:
+    """With all pages that it shares with others: it does not grow when one of these ends."""
+    return _mb(pid, "Rss")
+
+
+def _shared_mb(pid: int) -> float:
+    """With a part of the pages that it shares with others, so that those of forked processes count once in all."""
+    return _mb(pid, "Pss")
+
+
+def _mb(pid: int, name: str) -> float:
+    """0 for a process that has ended."""
+    try:
+        rollup = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    size = rollup.partition(f"\n{name}:")[2].split()
+    return int(size[0]) * 1024 / 1e6 if size else 0.0
+
+
+def _children_mb(pid: int) -> float:
+    """All processes that it has started, and theirs."""
+    total = 0.0
+    try:
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            children = map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split())
+            total += sum(_shared_mb(child) + _children_mb(child) for child in children)
+    except (FileNotFoundError, ProcessLookupError):
+        pass
     return total

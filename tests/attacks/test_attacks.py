@@ -4,10 +4,12 @@ harmless clients, and the memory of the server's processes stays bounded. No att
 
 import functools
 import json
+import random
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.attacks.attackers import ALL, ATTACKS, HUB_PORT, NUM_ATTACKERS, SHARD
@@ -59,12 +61,28 @@ def attacked(launched: Launched, name: str, seconds: float, at_least: int, peer:
 
 
 @pytest.fixture(scope="module")
-def harmless(launched: Launched) -> Callable[[str], Canary]:
+def used(launched: Launched) -> Launched:
+    """The server once all of its KV pages were used: their memory stays, as the operator has chosen."""
+
+    def pages(name: str) -> float:
+        text = httpx.get(f"{launched.url}/metrics").text
+        return float(next(line.split()[1] for line in text.splitlines() if line.startswith(f"{name} ")))
+
+    draw = random.Random(0)
+    while pages("lorikeet_kv_pages_cached") < 0.97 * pages("lorikeet_kv_pages"):
+        prompts = [[draw.randrange(100, 4000) for _ in range(2000)] for _ in range(4)]
+        body = {"model": "", "prompt": prompts, "max_tokens": 1}
+        httpx.post(f"{launched.url}/v1/completions", json=body, timeout=60).raise_for_status()
+    return launched
+
+
+@pytest.fixture(scope="module")
+def harmless(used: Launched) -> Callable[[str], Canary]:
     """What the canary saw next to harmless clients as those of an attack, once for each kind."""
 
     @functools.cache
     def next_to_peers(name: str, peer: str) -> Canary:
-        return attacked(launched, name, SECONDS, MIN_CANARIES, peer).canary
+        return attacked(used, name, SECONDS, MIN_CANARIES, peer).canary
 
     return lambda name: next_to_peers(ALL, "users") if name == ALL else next_to_peers("bombs", ATTACKS[name].peer)
 
