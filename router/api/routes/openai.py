@@ -292,11 +292,7 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
     ) -> AsyncGenerator[bytes, None]:
         """The events that `writer` does not write."""
         frame = self._envelope(self.chunk_name, params)
-        echoed = [prompts[index // params.best_of].text if params.echo else "" for index in range(len(generations))]
-        visible = [VisibleTokens(text) for text in echoed]
-        if params.report.token_ids:
-            for index, shown_tokens in enumerate(visible):
-                shown_tokens.prompt_ids = prompts[index // params.best_of].ids
+        visible = [_visible(params, prompts[index // params.best_of]) for index in range(len(generations))]
         report, num_generated, reasoning = params.report, 0, [""] * len(generations)
         num_prompt = sum(len(prompt.ids) for prompt in prompts)
 
@@ -344,6 +340,13 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
         elif receipts:
             yield event(frame.around([]) | receipts)
         yield DONE
+
+
+def _visible(params: OpenAIRequest, prompt: Prompt) -> VisibleTokens:
+    """Those of a stream that has not begun."""
+    visible = VisibleTokens(prompt.text if params.echo else "")
+    visible.prompt_ids = prompt.ids if params.report.token_ids else None
+    return visible
 
 
 def _lists_tokens(params: OpenAIRequest) -> bool:
