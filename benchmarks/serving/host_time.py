@@ -45,7 +45,7 @@ class HostCase:
 
     @property
     def has_drafts(self) -> bool:
-        return self.kind in ("drafts", "auto", "host", "paused")
+        return self.kind in ("drafts", "auto", "host", "paused", "heads")
 
 
 CASES = (
@@ -62,17 +62,20 @@ CASES = (
     HostCase("auto", 64, 1.2),
     HostCase("auto", 256, 2.0),
     HostCase("host", 1, 1.2),
-    HostCase("host", 64, 6.0),
-    HostCase("host", 256, 24.0),
+    HostCase("host", 64, 3.0),
+    HostCase("host", 256, 4.0),
+    HostCase("heads", 1, 1.2),
+    HostCase("heads", 64, 3.0),
     HostCase("paused", 64, 0.6),
     HostCase("paused", 256, 1.3),
     HostCase("logprobs", 256, 2.5),
     HostCase("greedy", 1024, 3.0),
 )
 """`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
-all accepted; `auto`: the same with the schedule `auto`; `host`: the same, made by the host; `paused`: the same, where
-too many requests run for drafts; `logprobs`: log probabilities of each token and of five alternatives, whose operators
-are not launched: on a device without values each takes tens of microseconds of Python that a launch does not.
+all accepted; `auto`: the same with the schedule `auto`; `host`: the same, made by the host; `heads`: the same, made by
+Medusa heads; `paused`: the same by the host, where too many requests run for drafts; `logprobs`: log probabilities of
+each token and of five alternatives, whose operators are not launched: on a device without values each takes tens of
+microseconds of Python that a launch does not.
 """
 
 
@@ -127,6 +130,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if case.has_drafts:
             schedule = Schedule.CONSTANT if case.kind == "drafts" else Schedule.AUTO
             fields["speculation"] = Speculation(Method.LOOKUP, 3, schedule=schedule)
+        if case.kind == "heads":
+            fields["speculation"] = Speculation(Method.MEDUSA, num_heads=3, schedule=Schedule.AUTO)
         if case.kind == "logprobs":
             fields["logprobs"] = LogprobParams(wanted=True, alternatives=5)
         requests = [make_request(number, [1, 2, 3], MAX_NEW_TOKENS, **fields) for number in range(batch)]
@@ -168,6 +173,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if has_adapters:  # as if they were in slots
             for number, request in enumerate(requests):
                 request.slot = number % NUM_SLOTS
+        for request in requests if case.kind == "heads" else ():  # the same
+            request.heads_slot, request.num_heads = 0, 3
         for _ in range(WARM_UP):
             step()
         times = []

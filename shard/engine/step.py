@@ -176,9 +176,13 @@ class Layout:
         return is_decode_drafted or len(self.sample_indices) > len(self.sampled_rows)
 
     @property
-    def has_host_drafts(self) -> bool:
-        """Whether the host made some of them."""
-        return any(part.item.draft_ids and not part.item.is_on_device for part in self.parts)
+    def drafted_rows(self) -> list[int]:
+        """Row of device state of each request with drafts."""
+        rows = [part.item.request.row for part in self.parts if part.item.draft_ids]
+        decode = self.decode
+        if decode is not None and decode.has_drafts:
+            rows += decode.members.rows[decode.widths > 0].tolist()
+        return rows
 
     @property
     def num_sampled(self) -> int:
@@ -247,7 +251,6 @@ def pooled_rows(item: ScheduledRequest) -> range:
     return range(position, position + 1)
 
 
-NO_INDICES = np.empty(0, np.int64)
 NO_DRAFTS, NO_LENGTHS = np.empty((0, MOST_DRAFTS), np.int64), np.empty(0, np.int64)
 
 
@@ -382,15 +385,22 @@ def _listed_columns(layout: Layout, sampler: Sampler, page_size: int) -> _Column
 
 
 def _decoding_columns(decode: DecodeStep, sampler: Sampler) -> _Columns:
-    """Of those that do. The device may know newer tokens than the host, and has all drafts."""
+    """Of those that do. The device may know newer tokens than the host, and has the drafts that it made."""
     rows, ids, every = decode.members.rows, decode.input_ids, np.arange(decode.num_tokens)
-    indices, places = (decode.firsts, rows) if decode.is_ahead else (NO_INDICES, NO_INDICES)
+    indices, places = decode.firsts[decode.ahead], rows[decode.ahead]
     if decode.has_drafts:
         ids = np.zeros(decode.num_tokens, np.int64)
         ids[decode.firsts] = decode.input_ids
         owners = np.repeat(np.arange(len(rows)), decode.counts)
         depths = every - decode.firsts[owners] - 1
-        drafted = np.flatnonzero(depths >= 0)
+        is_drafted = depths >= 0
+        if len(decode.host_ids):
+            known = np.zeros(len(rows), bool)
+            known[decode.members.host_drafting] = True
+            is_known = is_drafted & known[owners]
+            ids[is_known] = decode.host_ids[owners[is_known], depths[is_known]]
+            is_drafted &= ~is_known
+        drafted = np.flatnonzero(is_drafted)
         draft_places = sampler.device_drafts.place(0, rows[owners[drafted]], depths[drafted])
         indices, places = np.concatenate([indices, drafted]), np.concatenate([places, draft_places])
     return _Columns(_decoding_segments(decode), ids, every, indices, places)
@@ -453,15 +463,18 @@ def _sample(
     if not layout.has_drafts:
         return sampler.sample(logits, rows, positions)
     items = [part.item for part in layout.parts if part.sampled]
-    if not layout.has_host_drafts and sampler.can_verify_on_device(rows):
+    if sampler.can_verify_apart(rows, layout.drafted_rows):
         counts = np.array([item.num_sampled for item in items], np.int64)
         if decode is not None:
             counts = np.concatenate([decode.counts, counts])
-        return sampler.verify_on_device(logits, rows, counts, positions)
+        return sampler.verify_apart(logits, rows, counts, positions)
     drafts, firsts = [item.draft_ids for item in items], [item.end for item in items]
     if decode is not None:
         firsts = [*(decode.starts + 1).tolist(), *firsts]
         drafts = [[0] * width for width in decode.widths.tolist()] + drafts
+        for index in np.flatnonzero(decode.widths[decode.members.host_drafting]).tolist():
+            at = int(decode.members.host_drafting[index])
+            drafts[at] = decode.host_ids[at, : decode.widths[at]].tolist()
     return sampler.verify(logits, rows, firsts, drafts, draws, layout.on_device, positions)
 
 

@@ -72,6 +72,8 @@ class Sampler:
         self._slow_rows = SlowRows()
         self._unfused: set[int] = set()
         """Rows that kernels of the device do not sample."""
+        self._depending: set[int] = set()
+        """Rows whose tokens depend on the drafts before them, by their distributions or the rejection rule."""
         self._newest_plan: tuple[list[int], Plan] | None = None
         """The rows of the newest plan, and the plan; None after a row has changed."""
         self._draft_plans: dict[tuple[int, ...], DraftPlan] = {}
@@ -105,6 +107,8 @@ class Sampler:
         )
         if added.reads_history:
             self._state.history.begin(row, token_ids)
+        if added.depends_on_history or added.rejects:
+            self._depending.add(row)
         if not self._state.planner.is_fused(added):
             self._unfused.add(row)
         elif self._on_device is not None:
@@ -121,6 +125,7 @@ class Sampler:
         if self._on_device is not None and removed.is_fused:
             self._on_device.remove(row)
         self._unfused.discard(row)
+        self._depending.discard(row)
         self._forget_plans()
 
     def warm_up(self) -> None:
@@ -206,21 +211,30 @@ class Sampler:
         self._commit_state(block, sampled, on_device)
         return sampled.start_copy()
 
-    def can_verify_on_device(self, rows: Sequence[int]) -> bool:
-        """Whether `verify_on_device` can sample for these rows."""
-        return self.can_sample_in_graph(rows)
+    def can_verify_apart(self, rows: Sequence[int], drafted: Sequence[int]) -> bool:
+        """Whether `verify_apart` can sample for these rows, some of them drafted."""
+        return self._depending.isdisjoint(drafted if self.can_sample_in_graph(rows) else rows)
 
-    def verify_on_device(
+    def verify_apart(
         self, logits: torch.Tensor, rows: Sequence[int], counts: npt.NDArray[np.int64], positions: torch.Tensor
     ) -> Sampled:
-        """`verify` of rows whose drafts the device made, and of rows without drafts, by one launch. logits: [S, V];
-        counts: [R] positions of each of `rows`, one more than drafts; positions: [≥ S] of the tokens. The newest tokens
-        of rows with drafts are undefined until `device_drafts.advance`.
+        """`verify` where no token depends on a draft: all are sampled together, by one launch where kernels sample all
+        rows. logits: [S, V]; counts: [R] positions of each of `rows`, one more than drafts; positions: [≥ S] of the
+        tokens. The newest tokens of rows with drafts are undefined until `device_drafts.advance`, or the next sample:
+        the host knows those that it drafted after.
         """
-        assert self._on_device is not None
         device_rows = np.repeat(np.array(rows, np.int64), counts)
-        sampled = Sampled([0] * len(device_rows), self._device, True, self._slow_rows)
-        self._on_device.sample_rows(logits, to_device(torch.from_numpy(device_rows), self._device), positions, sampled)
+        if self.can_sample_in_graph(rows):
+            assert self._on_device is not None
+            sampled = Sampled([0] * len(device_rows), self._device, True, self._slow_rows)
+            repeated = to_device(torch.from_numpy(device_rows), self._device)
+            self._on_device.sample_rows(logits, repeated, positions, sampled)
+            return sampled.start_copy()
+        plan = self._plan_for(device_rows.tolist())
+        sampled = self._choose_plain(logits, plan.num_alternatives, plan.any_plain, plan.is_fused)
+        self._sample_plan(plan, logits, positions, sampled, updates=False)
+        lasts = self._state.planner.tensor((np.cumsum(counts) - 1).tolist())
+        self.last_tokens.index_copy_(0, self._state.planner.tensor(rows), sampled.token_ids.index_select(0, lasts))
         return sampled.start_copy()
 
     def begin_drafts(self) -> DraftDraws:

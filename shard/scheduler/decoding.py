@@ -1,10 +1,10 @@
 """The running requests that only decode, as arrays: a step of them costs no Python per request.
 
 A request decodes if its next step is its newest token and nothing about it is decided by the host: no grammar, and no
-prompt to score. It has no drafts, or those of prompt lookup that the device makes. It joins after a commit, and leaves
-when it ends or when something else is to be done with it. While it is here its counts are those of the arrays, and
-those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and their numbers of owners are
-always current. Imports no torch.
+prompt to score. It has no drafts, or those of prompt lookup, which the device or the host makes. It joins after a
+commit, and leaves when it ends or when something else is to be done with it. While it is here its counts are those of
+the arrays, and those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and their numbers
+of owners are always current. Imports no torch.
 """
 
 from collections import deque
@@ -20,12 +20,16 @@ from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledReq
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.drafter import RowOffers
+from lorikeet.shard.speculation.lookup import Index
+from lorikeet.shard.speculation.lookup_rows import LookupRows
 from lorikeet.shard.speculation.states import NO_STATE
 
 MAX_ALTERNATIVES = 20
 """A request with more alternatives per token is not here: its outputs may need several messages."""
 NO_TOKEN = -1
 NO_STATES = (NO_STATE, NO_STATE)
+NO_ROW_IDS = np.empty(0, np.int64)
+NO_IDS = np.empty((0, 0), np.int64)
 
 Numbers = npt.NDArray[np.int32]
 Indices = npt.NDArray[np.int64]
@@ -64,12 +68,19 @@ class Members:
     """[n] as `Request.admission`."""
     drafting: Indices
     """[m] indices of those whose drafts the device makes."""
+    host_drafting: Indices
+    """[m] indices of those whose drafts the host makes."""
     pausing: Indices
     """[m] indices of those that are here because so many requests run that none has drafts of the host."""
     groups: Sequence[OutputGroup] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    @property
+    def has_drafting(self) -> bool:
+        """Whether a step may have drafts."""
+        return bool(len(self.drafting) or len(self.host_drafting))
 
 
 @dataclass(eq=False)
@@ -83,14 +94,16 @@ class DecodeStep:
     """[n, most pages] their pages; of those with fewer, any pages after their own."""
     input_ids: Indices
     """[n] the newest tokens that the host knows."""
-    is_ahead: bool
-    """Whether the device may know newer ones: a step with some of the requests is launched and not committed."""
+    ahead: Indices
+    """[m] indices of those of which the device may know newer ones: a step with them is launched and not committed."""
     num_uncertain: Numbers
     """[n] drafts that the step before may accept: each moves `starts` by one."""
     widths: Numbers
     """[n] draft tokens."""
     draft_states: Indices
     """[n] as `ScheduledRequest.draft_state`."""
+    host_ids: Indices = field(default_factory=lambda: NO_IDS)
+    """[n, most] draft tokens that the host knows, NO_TOKEN where there is none."""
     has_drafts: bool = False
     is_dissolved: bool = False
     """Whether its requests left before it was launched, and are planned like others."""
@@ -129,10 +142,12 @@ class DecodeStep:
 
     def make_item(self, index: int, start: int, num_uncertain: int) -> ScheduledRequest:
         """One request's part, from a position on."""
-        item = ScheduledRequest(self.members.requests[index], start, start + 1, True, num_uncertain=num_uncertain)
+        request = self.members.requests[index]
+        item = ScheduledRequest(request, start, start + 1, True, num_uncertain=num_uncertain)
         if width := int(self.widths[index]):
-            item.draft_ids, item.source, item.is_on_device = [0] * width, Source.LOOKUP, True
-            item.draft_state = int(self.draft_states[index])
+            item.source, item.draft_state = Source.LOOKUP, int(self.draft_states[index])
+            item.is_on_device = request.drafts_on_device
+            item.draft_ids = [0] * width if item.is_on_device else self.host_ids[index, :width].tolist()
         return item
 
     def index_of(self, request: Request) -> int:
@@ -189,9 +204,16 @@ class DecodingRequests:
         self._page_table: Numbers = np.zeros((max_running, 1), np.int32)
         """[max_running, most pages of a request] KV pages in the order of positions."""
         self._most_drafts: Indices = np.zeros(max_running, np.int64)
-        """Draft tokens that the device makes in a step, 0 for a request without."""
+        """Draft tokens of a step at most, 0 for a request without."""
         self._match_lengths: Indices = np.zeros(max_running, np.int64)
-        """As `Request.match_length`."""
+        """Tokens of the match that the next drafts continue, 0 without one."""
+        self._is_host_drafting: Flags = np.zeros(max_running, bool)
+        """As `Members.host_drafting`."""
+        self._lookups = LookupRows(max_running)
+        self._host_ids: npt.NDArray[np.uint32] = np.zeros((max_running, 1), np.uint32)
+        """[max_running, most drafts] those that the host would have verified next."""
+        self._num_host_ids: Indices = np.zeros(max_running, np.int64)
+        """Their number."""
         self._is_pausing: Flags = np.zeros(max_running, bool)
         """As `Members.pausing`."""
         self._draft_states: Indices = np.full((max_running, 2), NO_STATE, np.int64)
@@ -220,9 +242,10 @@ class DecodingRequests:
         num_uncertain: int = 0,
         draft_states: tuple[int, int] = NO_STATES,
         is_pausing: bool = False,
+        index: Index | None = None,
     ) -> None:
         """Take a running request whose newest launched step, if any, samples one token, and `num_uncertain` drafts.
-        draft_states: as `_draft_states`; is_pausing: as `Members.pausing`.
+        draft_states: as `_draft_states`; is_pausing: as `Members.pausing`; index: of its text, if the host drafts.
         """
         row = request.row
         request.is_decoding = True
@@ -235,8 +258,13 @@ class DecodingRequests:
         self._end_ids = _widened(self._end_ids, len(request.stop_ids), NO_TOKEN)
         self._end_ids[row] = NO_TOKEN
         self._end_ids[row, : len(request.stop_ids)] = list(request.stop_ids)
-        self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device else 0
+        self._is_host_drafting[row] = index is not None
+        self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device or index is not None else 0
         self._match_lengths[row], self._num_uncertain[row] = request.match_length, num_uncertain
+        if index is not None:
+            self._lookups.put(row, index)
+            self._host_ids = _widened(self._host_ids, request.speculation.num_tokens, 0)
+            self._propose(np.array([row]), np.zeros(1, np.int64), NO_ROW_IDS)
         self._draft_states[row], self._admissions[row] = draft_states, request.admission
         self._is_pausing[row] = is_pausing
         self._set_pages(request, 0)
@@ -262,8 +290,36 @@ class DecodingRequests:
         request.num_launched = request.num_in_flight = int(self._in_flight[row])
         request.num_computed = len(request.token_ids) + request.num_in_flight - 1
         request.num_committed = len(request.token_ids) - 1
-        request.match_length = int(self._match_lengths[row])
+        if self._is_host_drafting[row]:
+            request.is_draft = bool(self._num_uncertain[row])
+            self._lookups.put(row, None)
+        else:
+            request.match_length = int(self._match_lengths[row])
         self._members = None
+
+    @property
+    def host_drafts_in_flight(self) -> bool:
+        """Whether a launched step has drafts of the host: how many it accepts decides what follows."""
+        members = self.members
+        return bool(self._num_uncertain[members.rows[members.host_drafting]].any())
+
+    def host_offers(self, ngram_long: int) -> Indices:
+        """[m] as `_draft_states`, of requests in flight that may have drafts of the host after what they sample."""
+        members = self.members
+        rows = members.rows[members.host_drafting]
+        rows = rows[self._in_flight[rows] > 0]
+        states = self._states_of(rows, ngram_long)
+        return states[(self._match_lengths[rows] > 0) | (states == NO_STATE)]
+
+    def _states_of(self, rows: Indices, ngram_long: int) -> Indices:
+        states: Indices = self._draft_states[rows, (self._match_lengths[rows] >= ngram_long).astype(np.int64)]
+        return states
+
+    def _propose(self, rows: Indices, counts: Indices, token_ids: Indices) -> None:
+        """These tokens follow the texts of rows, as in `LookupRows.follow`: what the host would draft next."""
+        found = self._lookups.follow(rows, counts, token_ids, self._most_drafts[rows])
+        self._host_ids[rows, : found.draft_ids.shape[1]] = found.draft_ids
+        self._num_host_ids[rows], self._match_lengths[rows] = found.widths, found.match_lengths
 
     @property
     def awaits_commit(self) -> bool:
@@ -289,13 +345,13 @@ class DecodingRequests:
             return None
         num_uncertain = self._num_uncertain[rows]
         self._grow(members, known + num_uncertain)
-        is_ahead = bool(np.count_nonzero(self._in_flight[rows]))
+        ahead = np.flatnonzero(self._in_flight[rows])
         self._in_flight[rows] += 1
         self._num_uncertain[rows] = 0
         starts, uncertain = (known - 1).astype(np.int32), num_uncertain.astype(np.int32)
         pages = self._pages(rows, known + num_uncertain)
         no_drafts, no_states = np.zeros_like(uncertain), np.full(len(rows), NO_STATE)
-        step = DecodeStep(members, starts, pages, self._newest_ids[rows], is_ahead, uncertain, no_drafts, no_states)
+        step = DecodeStep(members, starts, pages, self._newest_ids[rows], ahead, uncertain, no_drafts, no_states)
         self._launched.append(step)
         return step
 
@@ -304,10 +360,11 @@ class DecodingRequests:
         rows = step.members.rows
         num_left = self._limits[rows] - step.starts - 2 - step.num_uncertain
         widths: Indices = np.minimum(self._most_drafts[rows], num_left).clip(min=0)
-        lengths = self._match_lengths[rows]
-        widths[(lengths == 0) | ~self._is_member[rows]] = 0
-        states = self._draft_states[rows, (lengths >= ngram_long).astype(np.int64)]
-        return RowOffers(step.members.admissions, widths, states, self._lengths[rows])
+        widths[(self._match_lengths[rows] == 0) | ~self._is_member[rows]] = 0
+        if len(of_host := step.members.host_drafting):
+            is_known = self._in_flight[rows[of_host]] == 1  # the newest token, after which it drafts
+            widths[of_host] = np.minimum(widths[of_host], np.where(is_known, self._num_host_ids[rows[of_host]], 0))
+        return RowOffers(step.members.admissions, widths, self._states_of(rows, ngram_long), self._lengths[rows])
 
     def num_missing_for(self, step: DecodeStep, widths: Indices) -> int:
         """Pages that these drafts need in addition to those that the requests have."""
@@ -322,6 +379,11 @@ class DecodingRequests:
         self._num_uncertain[rows] = widths
         step.widths, step.draft_states, step.has_drafts = widths.astype(np.int32), draft_states, True
         step.page_table = self._pages(rows, num_tokens)
+        if len(of_host := step.members.host_drafting):
+            most = np.arange(int(widths.max(initial=0)))
+            step.host_ids = np.full((len(rows), len(most)), NO_TOKEN, np.int64)
+            ids = self._host_ids[rows[of_host], : len(most)].astype(np.int64)
+            step.host_ids[of_host] = np.where(most < widths[of_host][:, None], ids, NO_TOKEN)
 
     def _grow(self, members: Members, num_tokens: Indices) -> None:
         """Give requests pages for so many tokens, [n]."""
@@ -346,7 +408,7 @@ class DecodingRequests:
             rows = step.members.rows[step.members.drafting]
             is_here = self._is_member[rows]
             self._match_lengths[rows[is_here]] = verified.match_lengths[is_here]
-        if step.has_drafts and verified is not None:
+        if step.has_drafts:
             return self._commit_drafted(step, token_ids, is_bad, verified)
         continues = self._commit_single(step, token_ids, is_bad)
         return Committed(continues, num_drafted + 1, num_drafted)
@@ -356,7 +418,7 @@ class DecodingRequests:
         self._launched = [other for other in self._launched if other is not step]
 
     def _commit_drafted(
-        self, step: DecodeStep, token_ids: Indices, is_bad: Flags, verified: VerifiedDrafts
+        self, step: DecodeStep, token_ids: Indices, is_bad: Flags, verified: VerifiedDrafts | None
     ) -> Committed:
         members, rows = step.members, step.members.rows
         most = int(step.counts.max())
@@ -364,7 +426,10 @@ class DecodingRequests:
         places = np.minimum(step.firsts[:, None] + np.arange(most), len(token_ids) - 1)
         tokens, bad = token_ids[places], is_bad[places]
         draft_ids = np.full((len(rows), most - 1), NO_TOKEN, np.int64)
-        draft_ids[members.drafting] = verified.ids[:, : most - 1]
+        if len(step.host_ids):
+            draft_ids[:] = step.host_ids
+        if verified is not None:
+            draft_ids[members.drafting] = verified.ids[:, : most - 1]
         is_accepted = (draft_ids == tokens[:, :-1]) & ~bad[:, 1:]
         num_taken = 1 + np.logical_and.accumulate(is_accepted, axis=1).sum(axis=1)
         num_drafted = np.logical_and.accumulate(draft_ids != NO_TOKEN, axis=1).sum(axis=1)
@@ -376,9 +441,10 @@ class DecodingRequests:
         if not continues.all():
             here, num_here, taken, is_taken = (array[continues] for array in (rows, num_taken, tokens, is_taken))
             texts = [text for text, does in zip(texts, continues.tolist(), strict=True) if does]
-        values, stops = taken[is_taken].tolist(), np.cumsum(num_here).tolist()
-        parts = map(values.__getitem__, map(slice, [0, *stops], stops))
+        emitted, stops = taken[is_taken], np.cumsum(num_here).tolist()
+        parts = map(emitted.tolist().__getitem__, map(slice, [0, *stops], stops))
         deque(map(list.extend, texts, parts), maxlen=0)
+        self._extend_lookups(members, here, num_here, emitted)
         self._newest_ids[here] = taken[np.arange(len(here)), num_here - 1]
         self._advance(here, num_here)
         # frees pages of rejected drafts; their KV in the last page is overwritten
@@ -404,9 +470,20 @@ class DecodingRequests:
             rows, token_ids = rows[continues], token_ids[continues]
             texts = [text for text, does in zip(texts, continues.tolist(), strict=True) if does]
         deque(map(list.append, texts, token_ids.tolist()), maxlen=0)
+        self._extend_lookups(members, rows, np.ones_like(rows), token_ids)
         self._newest_ids[rows] = token_ids
         self._advance(rows, 1)
         return continues
+
+    def _extend_lookups(self, members: Members, rows: Indices, counts: Indices, token_ids: Indices) -> None:
+        """These rows of a step have so many tokens more, [n]; token_ids: [T] those of all."""
+        if not len(members.host_drafting):
+            return
+        has_lookup = self._is_host_drafting[rows]
+        if not has_lookup.all():
+            rows, counts, token_ids = rows[has_lookup], counts[has_lookup], token_ids[np.repeat(has_lookup, counts)]
+        if len(rows):
+            self._propose(rows, counts, token_ids)
 
     def _advance(self, rows: Indices, num_tokens: Indices | int) -> None:
         """A launched step gave these rows so many tokens."""
@@ -454,7 +531,8 @@ class DecodingRequests:
             np.array([request.slot for request in requests], np.int32),
             np.array([request.adapter_start for request in requests], np.int32),
             self._admissions[rows],
-            np.flatnonzero(self._most_drafts[rows]),
+            np.flatnonzero((self._most_drafts[rows] > 0) & ~self._is_host_drafting[rows]),
+            np.flatnonzero(self._is_host_drafting[rows]),
             np.flatnonzero(self._is_pausing[rows]),
             groups,
         )
@@ -466,6 +544,7 @@ def may_decode(request: Request) -> bool:
         request.constraint is UNCONSTRAINED
         and request.pooling is None
         and not (request.finish_reason or request.learner or request.isolation_steps or request.num_cached)
+        and not request.is_draft
         and request.row >= 0
         and request.num_output > 0
         and request.num_computed == request.num_known - 1

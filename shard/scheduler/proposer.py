@@ -33,6 +33,10 @@ class Proposer:
         is_idle = self.draft_length.is_idle
         return any(not is_idle(request, kind) for drafter in drafters for kind in drafter.kinds(request))
 
+    def may_draft_rows(self, states: Indices) -> bool:
+        """The same of any of the requests with a match, by rows of `DraftStates`; NO_STATE with a constant schedule."""
+        return bool(len(states)) and not self.draft_length.are_idle(states)
+
     def propose(
         self,
         scheduled: Sequence[ScheduledRequest],
@@ -60,7 +64,7 @@ class Proposer:
 
     def lookup_states(self, request: Request) -> tuple[int, int]:
         """Rows of `DraftStates` for drafts of prompt lookup after a match that is not long, and after a long one."""
-        if request.speculation.schedule is not Schedule.AUTO or not request.drafts_on_device:
+        if request.speculation.schedule is not Schedule.AUTO or not self.drafters.of(request):
             return NO_STATE, NO_STATE
         short, long = (
             self.draft_length.row_of(request, kind_of(request, Source.LOOKUP, is_long)) for is_long in (False, True)

@@ -26,7 +26,7 @@ from lorikeet.shard.scheduler.budget import (
     PromptChunks,
     backlog,
 )
-from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
+from lorikeet.shard.scheduler.decoding import NO_STATES, DecodeStep, DecodingRequests, may_decode
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
@@ -234,12 +234,14 @@ class Scheduler:
         drafters, num_running = self.proposer.drafters, len(self.running)
         if not may_decode(request) or is_short or not drafters.may_decode(request, num_running):
             return
-        is_pausing = not drafters.may_decode(request, 0)
+        is_pausing = drafters.is_pausing(request, num_running)
         if is_pausing:
             drafters.pause(request)
         drafted = self._drafted.get(request)
         num_drafts = 0 if drafted is None else len(drafted.draft_ids)
-        self.decoding.join(request, num_drafts, self.proposer.lookup_states(request), is_pausing)
+        index = None if is_pausing else drafters.lookup_index(request)
+        states = NO_STATES if is_pausing else self.proposer.lookup_states(request)
+        self.decoding.join(request, num_drafts, states, is_pausing, index)
         if drafted is not None and any(drafted is item for item in self.decoding.launched_items(request)):
             del self._drafted[request]
 
@@ -316,7 +318,7 @@ class Scheduler:
     def _add_drafts(self, scheduled: list[ScheduledRequest], decode: DecodeStep | None, budget: Budget) -> None:
         """Add drafts to a planned step."""
         offers = NO_ROWS
-        if decode is not None and len(decode.members.drafting):
+        if decode is not None and decode.members.has_drafting:
             offers = self._offers_of_decoding(decode, scheduled)
         if not (scheduled or len(offers.widths)):
             return
@@ -542,9 +544,21 @@ class Scheduler:
         left it out, requests would split into halves that take turns, and twice as many steps would read the weights.
         """
         is_page_due = self._without_pages is not None and self.callers.largest() is not None
-        if is_page_due or self.callers.excess() or self.decoding.awaits_commit:
+        if is_page_due or self.callers.excess() or self.decoding.awaits_commit or self._decoding_must_wait:
             return True
         return any(request.num_launched and self._must_wait(request) for request in self._others())
+
+    @property
+    def _decoding_must_wait(self) -> bool:
+        """As `_must_wait`, of any request that only decodes and whose drafts the host makes."""
+        if not (len(self.decoding) and len(self.decoding.members.host_drafting)):
+            return False
+        if self.decoding.host_drafts_in_flight:
+            return True
+        settings = self.proposer.drafters.settings
+        if len(self.running) > settings.max_batch_size:
+            return False
+        return self.proposer.may_draft_rows(self.decoding.host_offers(settings.ngram_long))
 
     @property
     def _has_row(self) -> bool:

@@ -98,6 +98,13 @@ class DraftLengthController:
         row = self._rows.get(request, {}).get(kind, NO_STATE)
         return self._is_idle(kind, row)
 
+    def are_idle(self, rows: Indices) -> bool:
+        """Whether the next steps of all these requests have no drafts. rows: of `states`, NO_STATE for one that always
+        may.
+        """
+        self._settle()
+        return bool((rows != NO_STATE).all() and self._are_idle(rows).all())
+
     def _is_idle(self, kind: DraftKind, row: int) -> bool:
         if row == NO_STATE or self.states.follows[row]:
             row = self._groups.get(kind, NO_STATE)

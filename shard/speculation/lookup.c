@@ -8,7 +8,7 @@ typedef struct {
     uint32_t *tokens;     // [at least num_tokens]
     uint32_t *tables;     // [longest - shortest + 1, num_entries] where a sequence ends in `tokens`, 0 for none
     int64_t num_entries;  // a power of two, more than num_tokens
-    int64_t num_tokens, start, shortest, longest, match_end;
+    int64_t num_tokens, start, shortest, longest, match_end, match_length;
     uint64_t factor;      // odd and unknown to clients: else a prompt could be written whose sequences share their places
 } Text;
 
@@ -22,26 +22,24 @@ static inline uint32_t *entry(const Text *text, uint64_t hash, int64_t end, int6
     return table + at;
 }
 
-// `count` more tokens are in `tokens`. Returns the length of the longest match of the last one, 0 without one, and notes in match_end
-// where its continuation begins, -1 without one.
-int64_t lookup_extend(Text *text, int64_t count) {
-    int64_t match_length = 0;
+// `count` more tokens are in `tokens`. Notes in match_length the length of the longest match of the last one, 0 without one, and in
+// match_end where its continuation begins, -1 without one.
+void lookup_extend(Text *text, int64_t count) {
     while (count--) {
         int64_t end = ++text->num_tokens, known = end > text->start ? end - text->start : end;
         int64_t deepest = known < text->longest ? known : text->longest;
         uint64_t hash = 0, weight = 1;
-        text->match_end = -1, match_length = 0;
+        text->match_end = -1, text->match_length = 0;
         for (int64_t length = 1; length <= deepest; length++, weight *= BASE) {
             hash += (text->tokens[end - length] + 1ull) * weight;
             if (length < text->shortest)
                 continue;
             uint32_t *found = entry(text, hash, end, length);
             if (*found)
-                text->match_end = *found, match_length = length;
+                text->match_end = *found, text->match_length = length;
             *found = (uint32_t)end;
         }
     }
-    return match_length;
 }
 
 // Writes at most `most` tokens that follow the match into `drafts`. Returns their number. What follows a match in the first text
@@ -55,4 +53,18 @@ int64_t lookup_propose(const Text *text, int64_t most, uint32_t *drafts) {
     for (int64_t i = 0; i < num_drafts; i++)
         drafts[i] = text->tokens[first + i % num_known];
     return num_drafts;
+}
+
+// Extends `num_texts` texts, which have room, by counts[i] of the `tokens` each, and writes what each proposes next, at most most[i]
+// tokens, into its `width` places of `drafts`, their number and the length of its match.
+void lookup_follow(Text *const *texts, int64_t num_texts, const int64_t *counts, const int64_t *tokens, const int64_t *most,
+                   int64_t width, uint32_t *drafts, int64_t *num_drafts, int64_t *match_lengths) {
+    for (int64_t i = 0; i < num_texts; i++, drafts += width) {
+        Text *text = texts[i];
+        for (int64_t at = 0; at < counts[i]; at++)
+            text->tokens[text->num_tokens + at] = (uint32_t)*tokens++;
+        lookup_extend(text, counts[i]);
+        num_drafts[i] = lookup_propose(text, most[i], drafts);
+        match_lengths[i] = text->match_length;
+    }
 }

@@ -9,10 +9,10 @@ The index is compiled (lookup.c), or in Python where a machine has no compiler.
 
 import secrets
 from collections.abc import Callable, Iterable, Sequence
-from ctypes import Structure, byref, c_int64, c_uint32, c_uint64, c_void_p
+from ctypes import Structure, addressof, byref, c_int64, c_uint32, c_uint64, c_void_p
 from functools import cache
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,7 @@ class LookupDrafter(Drafter):
 
     def __init__(self, settings: DraftSettings) -> None:
         self._settings = settings
-        self._indices: dict[Request, Lookup | CompiledLookup] = {}
+        self._indices: dict[Request, Index] = {}
 
     @classmethod
     def make(cls, settings: DraftSettings, pages: Pages) -> Self | None:
@@ -63,9 +63,7 @@ class LookupDrafter(Drafter):
             length, is_long = request.match_length, request.match_length >= self._settings.ngram_long
             draft_ids = [0] * num_tokens
             return Offer(request, self.value, num_tokens, draft_ids, NO_STATE, is_long, length) if length else None
-        index = self._indices.get(request)
-        if index is None:
-            index = self._indices[request] = self.index(request)
+        index = self.index_of(request)
         draft_ids, length = index.propose(num_tokens), index.match_length
         is_long = length >= self._settings.ngram_long
         return Offer(request, self.value, len(draft_ids), draft_ids, NO_STATE, is_long, length) if draft_ids else None
@@ -89,8 +87,15 @@ class LookupDrafter(Drafter):
         self._indices.pop(request, None)
         request.match_length = 1
 
-    def index(self, request: Request) -> "Lookup | CompiledLookup":
-        """An index of the request's tokens so far."""
+    def index_of(self, request: Request) -> "Index":
+        """The index of the request's tokens."""
+        index = self._indices.get(request)
+        if index is None:
+            index = self._indices[request] = self.index(request)
+        return index
+
+    def index(self, request: Request) -> "Index":
+        """A new index of the request's tokens so far."""
         settings, params = self._settings, request.speculation
         made = CompiledLookup if is_compiled() else Lookup
         return made(request.token_ids, settings.ngram_min, settings.ngram_max, params.prediction_ids)
@@ -171,26 +176,36 @@ class _Text(Structure):
 
     _fields_ = [
         *((name, c_void_p) for name in ("tokens", "tables")),
-        *((name, c_int64) for name in ("num_entries", "num_tokens", "start", "shortest", "longest", "match_end")),
+        *((name, c_int64) for name in ("num_entries", "num_tokens", "start", "shortest", "longest")),
+        *((name, c_int64) for name in ("match_end", "match_length")),
         ("factor", c_uint64),
     ]
 
 
+class _Functions(NamedTuple):
+    """Those of lookup.c."""
+
+    extend: Callable[..., None]
+    propose: Callable[..., int]
+    follow: Callable[..., None]
+
+
 @cache
-def _functions() -> tuple[Callable[..., int], Callable[..., int]]:
-    """Extend and propose. Raises CompilerMissing."""
+def functions() -> _Functions:
+    """Raises CompilerMissing."""
     own = library(SOURCE)
-    extend, propose = own.lookup_extend, own.lookup_propose
-    extend.restype = propose.restype = c_int64
+    extend, propose, follow = own.lookup_extend, own.lookup_propose, own.lookup_follow
+    extend.restype, propose.restype, follow.restype = None, c_int64, None
     extend.argtypes, propose.argtypes = (c_void_p, c_int64), (c_void_p, c_int64, c_void_p)
-    return extend, propose
+    follow.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)
+    return _Functions(extend, propose, follow)
 
 
 @cache
 def is_compiled() -> bool:
     """Whether this machine can compile the index, or has it compiled in advance; logs once why not."""
     try:
-        _functions()
+        functions()
     except CompilerMissing as reason:
         log.warning("lookup_not_compiled", reason=str(reason))
         return False
@@ -204,42 +219,54 @@ class CompiledLookup:
         self, token_ids: Sequence[int], shortest: int = 1, longest: int = 8, before: Sequence[int] = ()
     ) -> None:
         """`before` is another text to search. Raises CompilerMissing."""
-        self._extend, self._propose = _functions()
+        self._extend, self._propose, _ = functions()
         self._text = _Text(
             start=len(before), shortest=shortest, longest=longest, match_end=-1, factor=secrets.randbits(64) | 1
         )
         self._reference = byref(self._text)
+        self.address = addressof(self._text)
+        """Of the `Text`, for `lookup_follow`."""
         # [capacity]
         self._tokens: npt.NDArray[np.uint32] = np.zeros(0, np.uint32)
-        self._num_tokens = 0
-        self.match_length = 0
-        """Tokens of the longest match."""
         self.extend([*before, *token_ids])
+
+    @property
+    def match_length(self) -> int:
+        """Tokens of the longest match."""
+        return self._text.match_length
+
+    @property
+    def num_free(self) -> int:
+        """Further tokens that there is room for."""
+        return len(self._tokens) - self._text.num_tokens
 
     def extend(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             return
-        first, end = self._num_tokens, self._num_tokens + len(token_ids)
-        if end > len(self._tokens):
-            self._grow(end)
-        self._tokens[first:end] = token_ids
-        self._num_tokens = end
-        self.match_length = self._extend(self._reference, end - first)
+        self.make_room(len(token_ids))
+        first = self._text.num_tokens
+        self._tokens[first : first + len(token_ids)] = token_ids
+        self._extend(self._reference, len(token_ids))
 
     def propose(self, num_tokens: int) -> list[int]:
         drafts = (c_uint32 * num_tokens)()
         num_drafts = self._propose(self._reference, num_tokens, drafts)
         return drafts[:num_drafts]
 
-    def _grow(self, num_tokens: int) -> None:
-        """Make room for so many tokens in all, and index those that are there again."""
+    def make_room(self, num_tokens: int) -> None:
+        """Have room for so many further tokens. If there is too little, index those that are there again."""
+        if num_tokens <= self.num_free:
+            return
         capacity, text = FIRST_CAPACITY, self._text
-        while capacity < num_tokens:
+        while capacity < text.num_tokens + num_tokens:
             capacity *= 2
-        known, self._tokens = self._tokens[: self._num_tokens], np.zeros(capacity, np.uint32)
+        known, self._tokens = self._tokens[: text.num_tokens], np.zeros(capacity, np.uint32)
         self._tokens[: len(known)] = known
         # [lengths, entries]: more than half of them stay empty
         self._tables = np.zeros((text.longest - text.shortest + 1, 2 * capacity), np.uint32)
         text.tokens, text.tables = self._tokens.ctypes.data, self._tables.ctypes.data
         text.num_entries, text.num_tokens = 2 * capacity, 0
         self._extend(self._reference, len(known))
+
+
+Index = Lookup | CompiledLookup

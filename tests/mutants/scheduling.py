@@ -37,7 +37,14 @@ MUTANTS = [
         "shard/scheduler/scheduler.py",
         "return request.num_launched > 1  #",
         "return request.num_launched > 0  #",
-        "tests/shard/engine/test_commit_lag.py::test_with_drafts_on_the_device_the_host_never_waits[lookup]",
+        "tests/shard/engine/test_commit_lag.py::test_with_drafts_on_the_device_the_host_never_waits[Medusa]",
+    ),
+    Mutant(
+        "a step is launched before it is known how many drafts of the host the last one accepts",
+        "shard/scheduler/scheduler.py",
+        "or self.decoding.awaits_commit or self._decoding_must_wait:",
+        "or self.decoding.awaits_commit:",
+        "tests/shard/engine/test_decoding.py::test_requests_whose_drafts_the_host_looks_up_are_arrays[1-constant]",
     ),
     Mutant(
         "drafts after the last one that the device made count as accepted",

@@ -197,11 +197,39 @@ def test_requests_are_arrays_while_too_many_run_for_drafts(lag: int) -> None:
         rig.step()
     num_before = len(requests[0].token_ids)
     rig.step(3)
-    assert not any(request.is_decoding for request in requests)
+    assert not len(rig.scheduler.decoding.members.pausing)
     assert len(requests[0].token_ids) >= num_before + 8
     rig.run()
     for number, request in enumerate(requests):
         assert request.token_ids == texts[number][: 3 + lengths[number]]
+
+
+@pytest.mark.parametrize("schedule", [Schedule.CONSTANT, Schedule.AUTO])
+@pytest.mark.parametrize("lag", [0, 1])
+def test_requests_whose_drafts_the_host_looks_up_are_arrays(
+    lag: int, schedule: Schedule, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step of them makes no object for each, whether their drafts are accepted or not."""
+    texts = {number: [number, 2, 3] + generate_alone([number, 2, 3], 60) for number in range(4)}
+    rig = Rig(Setup(commit_lag=lag, drafts=ScriptedDrafts(texts=texts, chance=0.6)))
+    time_steps(rig, 0.001)
+    speculation = Speculation(Method.LOOKUP, 3, schedule=schedule)
+    requests = [make_request(number, texts[number][:3], 60, speculation=speculation) for number in texts]
+    rig.submit(*requests)
+    rig.step(24 if schedule is Schedule.AUTO else 4)
+    assert all(request.is_decoding for request in requests)
+    with monkeypatch.context() as patch:
+        patch.setattr("lorikeet.shard.scheduler.scheduler.ScheduledRequest", None)
+        patch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
+        patch.setattr("lorikeet.shard.grpc.streams.Output", None)
+        rig.engine.step()
+        rig.engine.step()
+        columns = rig.outbox.take(1).outputs[-1]
+    assert isinstance(columns, TokenColumns) and columns.drafts is not None
+    assert columns.drafts.num_drafted.tolist() == [3] * 4
+    assert columns.drafts.num_tokens.tolist() == (columns.drafts.num_accepted + 1).tolist()
+    rig.run()
+    assert all(request.token_ids == texts[number] for number, request in enumerate(requests))
 
 
 def test_a_step_of_the_same_requests_makes_no_object_for_each(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lorikeet.proto.params import FIRST_VIRTUAL_ID
 from lorikeet.shard.speculation.lookup import FIRST_CAPACITY, CompiledLookup, Lookup
+from lorikeet.shard.speculation.lookup_rows import LookupRows
 
 TOKENS = st.integers(0, 3)
 Kind = type[Lookup] | type[CompiledLookup]
@@ -89,3 +91,26 @@ def test_the_compiled_index_is_that_in_python(
         num_tokens = drawn.randrange(9)
         expected, found = ((index.match_length, index.propose(num_tokens)) for index in indices)
         assert expected == found
+
+
+@given(seed=st.integers(0, 1 << 32))
+@settings(max_examples=30, deadline=None)
+def test_texts_of_many_rows_propose_what_each_does_alone(seed: int) -> None:
+    """Some of them are extended, by any numbers of tokens, compiled or not."""
+    drawn = random.Random(seed)
+    choice: tuple[Kind, ...] = (CompiledLookup, Lookup) if seed % 2 else (CompiledLookup,)
+    kinds = [drawn.choice(choice) for _ in range(5)]
+    known = [[drawn.randrange(12) for _ in range(drawn.randrange(1, 2 * FIRST_CAPACITY))] for _ in kinds]
+    rows, alone = LookupRows(8), [kind(text) for kind, text in zip(kinds, known, strict=True)]
+    for row, (kind, text) in enumerate(zip(kinds, known, strict=True)):
+        rows.put(row + 2, kind(text))
+    for _ in range(100):
+        some = sorted(drawn.sample(range(5), drawn.randrange(1, 6)))
+        news = [[drawn.randrange(12) for _ in range(drawn.randrange(6))] for _ in some]
+        most = [drawn.randrange(9) for _ in some]
+        columns = ([row + 2 for row in some], list(map(len, news)), [token for new in news for token in new], most)
+        found = rows.follow(*(np.array(column, np.int64) for column in columns))
+        for at, (row, new) in enumerate(zip(some, news, strict=True)):
+            alone[row].extend(new)
+            assert found.draft_ids[at, : found.widths[at]].tolist() == alone[row].propose(most[at])
+            assert found.match_lengths[at] == alone[row].match_length
