@@ -32,6 +32,10 @@ HEARTBEAT_S = 0.25
 END_GRACE_S = 2.0
 MANY_SUBMITS = 256
 """Requests of a stream after which the next are read once the step loop has taken these."""
+AT_ONCE, REST_S = 32, 0.004
+"""Requests of a larger message that are read at once, about 2 ms, and the time until the next: this thread and the step
+loop share the interpreter's lock.
+"""
 POLL_S = 0.005
 OPTIONS = [("grpc.max_send_message_length", 4 << 20), ("grpc.max_receive_message_length", 4 << 20)]
 
@@ -57,6 +61,8 @@ class ShardService(shard_pb2_grpc.ShardServicer):
         self._inbox = inbox
         self._outbox = outbox
         self._epochs = count(1)
+        self._reads_many = asyncio.Lock()
+        """Held while some requests of a large message are read: one stream at a time."""
 
     async def Info(self, request: pb.InfoRequest, context: Any) -> pb.ShardInfo:
         return (await asyncio.shield(self.facts)).info
@@ -129,11 +135,17 @@ class ShardService(shard_pb2_grpc.ShardServicer):
         try:
             num_submits = 0
             async for command in commands:
-                self._inbox.put(read_command(epoch, command, bounds))
-                num_submits += len(command.submits)
-                if num_submits >= MANY_SUBMITS:
-                    num_submits = 0
-                    await self._taken(epoch)
+                for part in divided(command):
+                    if part is command:
+                        self._inbox.put(read_command(epoch, part, bounds))
+                    else:
+                        async with self._reads_many:
+                            self._inbox.put(read_command(epoch, part, bounds))
+                            await asyncio.sleep(REST_S)
+                    num_submits += len(part.submits)
+                    if num_submits >= MANY_SUBMITS:
+                        num_submits = 0
+                        await self._taken(epoch)
         finally:
             ended.set()
             self._inbox.forget(epoch)
@@ -158,6 +170,19 @@ class _Interruption:
         if self._task is not None and not self.is_over:
             self.is_over = True
             self._task.cancel()
+
+
+def divided(command: pb.Command) -> list[pb.Command]:
+    """Messages with the same effect, of AT_ONCE requests at most. The last one has everything else."""
+    num_submits = len(command.submits)
+    if num_submits <= AT_ONCE:
+        return [command]
+    parts = [pb.Command(submits=command.submits[first : first + AT_ONCE]) for first in range(0, num_submits, AT_ONCE)]
+    last = pb.Command()
+    last.CopyFrom(command)
+    del last.submits[:]
+    parts[-1].MergeFrom(last)
+    return parts
 
 
 async def wait_for_event(event: asyncio.Event, timeout_s: float) -> None:

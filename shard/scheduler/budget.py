@@ -4,8 +4,9 @@ routers they come: whose waiting request is next, how many requests of each run,
 A caller alone gets everything. Imports no torch, reads no clock.
 """
 
+from bisect import insort
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from statistics import median
@@ -247,8 +248,10 @@ class Callers:
         """short_room: requests that run in steps which are short."""
         self._max_running, self._short_room = max_running, short_room
         self._shares = Shares()
-        self._running, self._waiting = Counter[str](), Counter[str]()
-        """Requests of the callers that have any."""
+        self._running = Counter[str]()
+        """Requests of the callers of which some run."""
+        self._lanes: dict[str, list[Request]] = {}
+        """Waiting requests of each caller that has any, in order of arrival. A step looks at those that may run."""
         self._weights: dict[str, float] = {}
         """Of the callers with requests, and of those that had some lately."""
         self._held: dict[str, int] = {}
@@ -268,7 +271,7 @@ class Callers:
         """A request waits for pages and a row: a new one, or one that ran."""
         caller = request.caller
         self._shares.join(caller, request.share)
-        self._waiting[caller] += 1
+        insort(self._lanes.setdefault(caller, []), request, key=lambda other: other.order)
         self._weights[caller] = request.share
         self._held[caller] = request.num_held
         self._left_at.pop(caller, None)
@@ -283,13 +286,21 @@ class Callers:
 
     def stops_waiting(self, request: Request) -> None:
         """A waiting request runs or has ended."""
-        if self._decrease(self._waiting, request.caller):
+        lane = self._lanes[request.caller]
+        lane.remove(request)
+        if not lane:
+            del self._lanes[request.caller]
             self._shares.leave(request.caller)
+        self._note_fewer(request.caller)
 
     def stops_running(self, request: Request) -> None:
         """A running request has ended or waits again."""
-        self._shares.charge(request.caller, len(request.token_ids) - request.num_charged)
-        self._decrease(self._running, request.caller)
+        caller = request.caller
+        self._shares.charge(caller, len(request.token_ids) - request.num_charged)
+        self._running[caller] -= 1
+        if not self._running[caller]:
+            del self._running[caller]
+        self._note_fewer(caller)
 
     def plan(self) -> None:
         """Another step is planned: callers that left long ago no longer count."""
@@ -316,7 +327,7 @@ class Callers:
             self._has_changed, self._limits = False, {}
             if len(self._weights) > 1:
                 held = self._held.items()
-                asked = {name: max(1, self._running[name] + self._waiting[name] + number) for name, number in held}
+                asked = {name: max(1, self._running[name] + self._num_waiting(name) + number) for name, number in held}
                 self._limits, _ = limits_of(asked, self._weights, self._max_running, self._short_room)
         return self._limits
 
@@ -345,26 +356,42 @@ class Callers:
         """Whether no further request of the caller may run."""
         return self._running[caller] >= self.limits.get(caller, inf)
 
-    def in_turn(self, waiting: Sequence[Request]) -> Iterator[Request]:
-        """Waiting requests, which come in order of arrival: one of the caller whose turn it is, after those before have
-        run or been passed over.
+    def in_turn(self) -> Iterator[Request]:
+        """Waiting requests: the next one of the caller whose turn it is, after those before have run or been passed
+        over.
         """
-        if not self.are_several:
-            yield from tuple(waiting)
-            return
-        lanes: defaultdict[str, deque[Request]] = defaultdict(deque)
-        for request in waiting:
-            lanes[request.caller].append(request)
-        for caller in self._shares.turns(lambda name: not lanes[name] or self.is_blocked(name)):
+        lanes: dict[str, deque[Request]] = {}
+
+        def is_over(caller: str) -> bool:
+            if self.is_blocked(caller):
+                return True
+            if caller not in lanes:
+                lanes[caller] = deque(self._lanes[caller])
+            return not lanes[caller]
+
+        for caller in self._shares.turns(is_over):
             yield lanes[caller].popleft()
 
-    def prompt_tokens(self, requests: Iterable[Request]) -> Counter[str]:
-        """Tokens of prompts that could be computed now, by caller, of those whose requests may run."""
+    def prompt_tokens(
+        self, running: Iterable[Request], is_parked: Callable[[Request], bool], enough: int
+    ) -> Counter[str]:
+        """Tokens of prompts that could be computed now, by caller: of requests that run, and of those that may. The
+        latter are counted up to `enough` of a caller.
+        """
         tokens = Counter[str]()
-        for request in requests:
+        for request in running:
             num_behind = request.num_known - request.num_computed
-            if num_behind > 1 and (request.row >= 0 or not self.is_blocked(request.caller)):
+            if num_behind > 1:
                 tokens[request.caller] += num_behind
+        for caller, lane in self._lanes.items():
+            if self.is_blocked(caller):
+                continue
+            for request in lane:
+                if tokens[caller] >= enough:
+                    break
+                num_behind = request.num_known - request.num_computed
+                if num_behind > 1 and not is_parked(request):
+                    tokens[caller] += num_behind
         return tokens
 
     def prompt_limits(self, tokens: Counter[str], step_tokens: int) -> dict[str, int]:
@@ -386,22 +413,22 @@ class Callers:
 
     def check(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
         """Prove that the requests of callers are counted. Raises RuntimeError."""
-        counts = (Counter(request.caller for request in requests) for requests in (running, waiting))
-        if tuple(counts) != (self._running, self._waiting):
-            raise RuntimeError("counts of callers' requests leaked")
-        if not self._weights.keys() >= self._running.keys() | self._waiting.keys():
+        lanes: defaultdict[str, list[Request]] = defaultdict(list)
+        for request in waiting:
+            lanes[request.caller].append(request)
+        if (Counter(request.caller for request in running), lanes) != (self._running, self._lanes):
+            raise RuntimeError("callers' requests leaked")
+        if not self._weights.keys() >= self._running.keys() | self._lanes.keys():
             raise RuntimeError("weights of callers with requests are missing")
 
-    def _decrease(self, counts: Counter[str], caller: str) -> bool:
-        """Whether that was the caller's last one."""
+    def _num_waiting(self, caller: str) -> int:
+        return len(self._lanes.get(caller, ()))
+
+    def _note_fewer(self, caller: str) -> None:
+        """One of the caller's requests no longer waits, or no longer runs."""
         self._has_changed = True
-        counts[caller] -= 1
-        if counts[caller]:
-            return False
-        del counts[caller]
-        if not (self._running[caller] or self._waiting[caller]):
+        if not (self._running[caller] or caller in self._lanes):
             self._left_at[caller] = self._num_planned
-        return True
 
 
 def backlog(tokens: Counter[str]) -> int:

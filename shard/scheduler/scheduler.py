@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from lorikeet.proto.learning import Pair
 from lorikeet.proto.params import MAX_DRAFT_TOKENS
+from lorikeet.proto.shares import MAX_UNSTARTED_TOKENS
 from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, load_of
 from lorikeet.shard.scheduler.adapter_slots import AdapterSlots, NoAdapters
 from lorikeet.shard.scheduler.budget import (
@@ -333,8 +334,8 @@ class Scheduler:
         """Prompt tokens that could be computed now, where callers share a step."""
         if not (self.callers.are_several and self.limits.chunked_prefill):
             return Counter()
-        able = (request for request in self.waiting if not self.is_parked(request))
-        return self.callers.prompt_tokens([*self._others(), *able])
+        enough = max(self.limits.step_tokens, MAX_UNSTARTED_TOKENS)
+        return self.callers.prompt_tokens(self._others(), self.is_parked, enough)
 
     def _choose_step_tokens(self, prompts: Counter[str]) -> int:
         behind = [request.num_known - request.num_computed for request in self._others()]
@@ -607,7 +608,7 @@ class Scheduler:
         """
         if not self._has_row or budget.num_left <= 0:
             return
-        for request in self.callers.in_turn(self.waiting):
+        for request in self.callers.in_turn():
             if not self._has_row or budget.num_left <= 0:
                 return
             may_run = request.constraint.is_ready and _may_compute(request, suspect)

@@ -17,7 +17,7 @@ from lorikeet.proto import digest, shard_pb2_grpc
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.shard.grpc import streams
 from lorikeet.shard.grpc.codec import Bounds
-from lorikeet.shard.grpc.server import Facts, Server, wait_for_event
+from lorikeet.shard.grpc.server import Facts, Server, divided, wait_for_event
 from lorikeet.shard.startup.model_files import ModelFiles
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import Rig, Setup
@@ -171,6 +171,26 @@ def test_a_hundred_submits_in_one_message(make_shard: Make, connect: Connect) ->
     stream.read_until_ended(*prompts)
     assert all(stream.tokens(i) == generate_alone(prompt, 8) for i, prompt in prompts.items())
     assert stream.credit.acknowledged == 100
+
+
+def test_a_message_with_many_requests_is_read_in_parts(make_shard: Make, connect: Connect) -> None:
+    """Another router's requests come between them."""
+    submits = [make_submit(number, [number % 61, 3]) for number in range(1, 201)]
+    command = pb.Command(submits=submits, abort_ids=[7], watch_ms=5)
+    parts = divided(command)
+    assert [len(part.submits) for part in parts] == [32] * 6 + [8]
+    assert [(list(part.abort_ids), part.watch_ms) for part in parts] == [([], 0)] * 6 + [([7], 5)]
+    merged = pb.Command()
+    for part in parts:
+        merged.MergeFrom(part)
+    assert merged == command
+    assert divided(parts[0]) == [parts[0]]
+    shard = make_shard(max_running=256)
+    many, few = connect(shard), connect(shard)
+    many.send(submits=submits)
+    few.send(submits=[make_submit(1, [5, 3])])
+    few.read_until_ended(1)
+    many.read_until_ended(*range(1, 201))
 
 
 def test_credit_is_sent_at_once_and_with_every_heartbeat(make_shard: Make, connect: Connect) -> None:

@@ -136,6 +136,21 @@ def test_short_prompts_are_computed_whole_although_others_are_shorter() -> None:
     assert tokens.total() == 18 + 8 * 2, "the others share the rest of the step"
 
 
+def test_a_step_does_not_look_at_requests_that_may_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Steps(Limits(step_tokens=64, max_running=16, short_room=8), num_pages=9000)
+    steps.add(CANARY)
+    for _ in range(1000):
+        steps.add(FLOOD)
+    steps.step(3)
+    looked_at = []
+    is_parked = steps.scheduler.is_parked
+    monkeypatch.setattr(steps.scheduler, "is_parked", lambda request: looked_at.append(request) or is_parked(request))
+    steps.add(CANARY)
+    steps.step()
+    assert steps.running == {FLOOD: 6, CANARY: 2}
+    assert {request.caller for request in looked_at} == {CANARY}
+
+
 def test_steps_are_short_for_a_caller_next_to_one_with_more_than_its_share() -> None:
     """Requests that a router holds back count as asked for: it sends no more than a caller's share."""
     numbers = []
