@@ -19,6 +19,9 @@ MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20
 """Most compiled grammars that are kept, and most bytes of their texts; least recently used first to go."""
 NUM_THREADS = 2
+"""For compilations, and as many for tokens of slow grammars."""
+MATCHING_NICENESS = 5
+"""Of the latter: a third of the processor time of the step loop, where both want a core."""
 NOT_IN_TIME = Compiled(None, error=f"the grammar cannot be compiled: it takes longer than {LIMIT_S:g} s")
 
 
@@ -28,6 +31,7 @@ class GrammarCompiler:
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
         """`wake` is called from a thread whenever a compilation has ended."""
         self._threads = Threads(NUM_THREADS)
+        self._matching = Threads(NUM_THREADS, niceness=MATCHING_NICENESS)
         self._tokenizer: Future[LLTokenizer] = Future()
         threading.Thread(target=self._read, args=(make_tokenizer,), name="grammar-tokenizer", daemon=True).start()
         self._wake = wake
@@ -55,7 +59,7 @@ class GrammarCompiler:
 
     def _submit(self, caller: str, work: Callable[[], bool]) -> Future[bool]:
         """Run work of one request in a thread. False where it takes too long."""
-        running = self._threads.submit(work, False, caller)
+        running = self._matching.submit(work, False, caller)
         running.add_done_callback(lambda _: self._wake())
         return running
 

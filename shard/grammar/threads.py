@@ -16,9 +16,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lorikeet.proto.shares import Turns
+from lorikeet.shard.system.process import lower_priority
 
 FAST_S = 0.05
-"""How long a job runs at normal priority."""
+"""How long a job runs before its thread steps back."""
 LIMIT_S = 15.0
 """Time limit of a job."""
 MAX_SLOW = 4
@@ -49,10 +50,11 @@ class _Running:
 
 
 class Threads:
-    """`num_threads` threads at normal priority, and those that stepped back."""
+    """`num_threads` threads of one priority, and those that stepped back."""
 
-    def __init__(self, num_threads: int, fast_s: float = FAST_S, limit_s: float = LIMIT_S) -> None:
-        self._fast_s, self._limit_s = fast_s, limit_s
+    def __init__(self, num_threads: int, fast_s: float = FAST_S, limit_s: float = LIMIT_S, niceness: int = 0) -> None:
+        """`niceness` is added to the process's own."""
+        self._fast_s, self._limit_s, self._niceness = fast_s, limit_s, niceness
         self._turns: Turns[_Job] = Turns()
         self._has_jobs = threading.Condition()
         """Guards the turns."""
@@ -87,6 +89,8 @@ class Threads:
                 threading.stack_size(before)
 
     def _work(self) -> None:
+        if self._niceness:
+            lower_priority(self._niceness)
         while not self._run(self._next()):
             pass
 

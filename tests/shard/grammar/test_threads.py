@@ -5,11 +5,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
 from lorikeet.proto.params import Grammar
-from lorikeet.shard.grammar.compiler import GrammarCompiler
+from lorikeet.shard.grammar.compiler import MATCHING_NICENESS, GrammarCompiler
 from lorikeet.shard.grammar.threads import MAX_SLOW, Threads
 from tests.shard.grammar import small_tokenizer
 
@@ -45,6 +46,14 @@ def test_a_slow_job_leaves_its_thread_to_others() -> None:
             assert os.getpriority(os.PRIO_PROCESS, ids[0]) == 14 > os.getpriority(os.PRIO_PROCESS, 0)
         others = {threads.submit(threading.get_native_id, 0).result(SOON) for _ in range(3)}
         assert not others & set(ids)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has priorities of threads")
+def test_tokens_of_slow_grammars_come_after_steps() -> None:
+    compiler = small_tokenizer.compiler()
+    niceness = partial(os.getpriority, os.PRIO_PROCESS, 0)
+    assert compiler._submit("", niceness).result(SOON) == niceness() + MATCHING_NICENESS
+    assert compiler._threads.submit(niceness, None).result(SOON) == niceness()
 
 
 def test_no_more_than_some_threads_are_replaced() -> None:
