@@ -5,7 +5,7 @@ Between launch and commit the host reads nothing here, so a step may be launched
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple, Self
 
@@ -77,7 +77,7 @@ class Part(NamedTuple):
             finish_reason=request.finish_reason,
         )
         if item.draft_ids:
-            output.num_drafted = tuple(len(item.draft_ids) if item.source == source else 0 for source in BY_VALUE)
+            output.num_drafted = _by_source(item.source, len(item.draft_ids))
             output.num_accepted = num_accepted(item, token_ids)
             output.seconds = seconds
         if params.alternatives:
@@ -210,16 +210,17 @@ class Layout:
             self._add_on_device(item, sampled, heads)
         if sampled:
             self.sampled_rows.append(request.row)
-        scored = range(len(self.score_indices), len(self.score_indices))
-        if span := scored_span(item):
-            scored = range(scored.start, scored.start + len(span))
+        scored = range(0)
+        if request.logprobs.prefill and (span := scored_span(item)):
+            scored = range(len(self.score_indices), len(self.score_indices) + len(span))
             self.score_indices += range(span.start + offset, span.stop + offset)
             self.target_ids += request.token_ids[span.start + 1 : span.stop + 1]
             self.num_score_alternatives = max(self.num_score_alternatives, request.logprobs.prefill_alternatives)
-        pooled = pooled_rows(item)
-        first = len(self.pooled_indices)
-        self.pooled_indices += range(pooled.start + offset, pooled.stop + offset)
-        pooled = range(first, len(self.pooled_indices))
+        pooled = range(0)
+        if request.pooling is not None:
+            rows, first = pooled_rows(item), len(self.pooled_indices)
+            self.pooled_indices += range(rows.start + offset, rows.stop + offset)
+            pooled = range(first, len(self.pooled_indices))
         on_device = len(self.on_device) - 1 if sampled and request.drafts_on_device else -1
         self.parts.append(Part(item, sampled, scored, heads, pooled, on_device))
 
@@ -490,7 +491,14 @@ def _segment(item: ScheduledRequest) -> Segment:
 
 def num_accepted(item: ScheduledRequest, token_ids: Sequence[int]) -> int:
     """Draft tokens among the emitted tokens of a request."""
-    return sum(token_id == draft_id for token_id, draft_id in zip(token_ids, item.draft_ids, strict=False))
+    last = len(token_ids) - 1  # those before it are drafts, it may be one
+    return last + (last < len(item.draft_ids) and token_ids[last] == item.draft_ids[last]) if token_ids else 0
+
+
+@lru_cache(1024)
+def _by_source(source: int, number: int) -> tuple[int, ...]:
+    """A number of drafts of one source, as `Output.num_drafted`."""
+    return tuple(number if source == other else 0 for other in BY_VALUE)
 
 
 def sources(item: ScheduledRequest, token_ids: Sequence[int]) -> bytes:

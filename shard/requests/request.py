@@ -274,11 +274,6 @@ class ScheduledRequest:
         return self.end - self.start + len(self.draft_ids)
 
     @property
-    def num_attended(self) -> int:
-        """Positions that each of the tokens attends to, summed over them."""
-        return self.num_tokens * (self.start + 1 + self.end + len(self.draft_ids)) // 2
-
-    @property
     def num_sampled(self) -> int:
         """Positions at which the target samples a token."""
         return (1 + len(self.draft_ids)) if self.samples and self.request.pooling is None else 0
@@ -312,5 +307,10 @@ class ScheduledRequest:
 
 def load_of(step: Sequence[ScheduledRequest]) -> Load:
     """What a step computes, its drafts included."""
-    num_tokens, num_attended = sum(item.num_tokens for item in step), sum(item.num_attended for item in step)
-    return Load(sum(item.samples for item in step), num_tokens, num_attended)
+    num_sampling = num_tokens = num_attended = 0
+    for item in step:  # one loop without properties: each step sums several times
+        count = item.end - item.start + len(item.draft_ids)
+        num_sampling += item.samples
+        num_tokens += count
+        num_attended += count * (2 * item.start + 1 + count) // 2  # a token attends to itself and those before it
+    return Load(num_sampling, num_tokens, num_attended)

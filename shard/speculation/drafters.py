@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request, ScheduledRequest
+from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest
 from lorikeet.shard.speculation.draft_model import DraftModelDrafter
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.grammar import GrammarDrafter
@@ -29,13 +29,19 @@ class Drafters:
         kinds = {kind.value: kind for kind in (*DRAFTERS, *settings.further)}
         made = [kind.make(settings, pages) for kind in kinds.values()]
         self._all = [drafter for drafter in made if drafter is not None]
+        self._taking: dict[Request, tuple[int, list[Drafter]]] = {}
+        """What `of` found for running requests, and for how many heads."""
         self._by_value = {drafter.value: drafter for drafter in self._all}
 
     def of(self, request: Request, num_running: int = 0) -> list[Drafter]:
-        """The sources that may propose for a request now."""
+        """The sources that may propose for a request now; not to be changed."""
         if num_running > self.settings.max_batch_size:
             return []
-        return [drafter for drafter in self._all if drafter.takes(request)]
+        known = self._taking.get(request)
+        if known is None or known[0] != request.num_heads or request.constraint is not UNCONSTRAINED:
+            known = request.num_heads, [drafter for drafter in self._all if drafter.takes(request)]
+            self._taking[request] = known
+        return known[1]
 
     def draft_on_device(self, request: Request) -> bool:
         """Whether the device makes the drafts of a running request. Its tokens then depend on nothing that the host
@@ -89,6 +95,7 @@ class Drafters:
 
     def release(self, request: Request) -> None:
         """The request lost its pages."""
+        self._taking.pop(request, None)
         for drafter in self._all:
             drafter.release(request)
 

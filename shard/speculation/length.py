@@ -254,6 +254,8 @@ class DraftLengthController:
 
     def _settle(self) -> None:
         """Count what a committed step verified, in the order of admission."""
+        if not (self._verified or self._forgotten or len(self._verified_rows)):
+            return
         num_verified = len(self._verified) + len(self._verified_rows)
         if 0 < num_verified <= FEW_VERIFIED:
             few = sorted([*self._verified, *map(tuple, self._verified_rows.tolist())])

@@ -206,7 +206,7 @@ def test_a_long_text_has_fewer_drafts_where_attention_is_expensive() -> None:
             item = ScheduledRequest(
                 request, num_known - 1, num_known, True, [0] * width, Source.DRAFT, offer.draft_state
             )
-            observe(draft_length, [item], 1 + 0.02 * width + 0.0005 * item.num_attended, (0.0, 0.0))
+            observe(draft_length, [item], 1 + 0.02 * width + 0.0005 * load_of([item]).num_attended, (0.0, 0.0))
             right = next((at for at in range(width) if chance.random() > 0.8), width)
             draft_length.verified(item, right, right < width)
             widths.setdefault(num_known, []).append(width)
