@@ -45,6 +45,8 @@ class PagedAttention(AttentionBackend):
         self._span = span
         self._num_programs = num_programs
         self._kinds: dict[LayerKind, int] = {}
+        self._sizes: dict[tuple[Bounds, int], int] = {}
+        """What `num_numbers` found, for so many kinds."""
         self._bounds: Bounds | None = None
         self._packer: Packer | None = None
         self._tables = StepTables(np.empty(0, np.int32), (), ())
@@ -86,7 +88,10 @@ class PagedAttention(AttentionBackend):
         if not self._kinds:
             return 0
         assert self._num_programs is not None
-        return capacity(list(self._kinds), bounds, self.page_size, self._num_programs, self._span)
+        key = bounds, len(self._kinds)
+        if key not in self._sizes:
+            self._sizes[key] = capacity(list(self._kinds), bounds, self.page_size, self._num_programs, self._span)
+        return self._sizes[key]
 
     def prepare(self, inputs: StepInputs) -> None:
         self._kv_slots = inputs.kv_slots

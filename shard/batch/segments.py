@@ -86,7 +86,7 @@ class Segments(Sequence[Segment]):
         """Single texts, in order of the fields of Segment. All are [R] but page_table: [R, pages]."""
         table = np.zeros((8, len(starts)), np.int32)
         table[0], table[1], table[2], table[3], table[6] = starts, counts, slots, slot_starts, num_uncertain
-        table[7] = np.where(num_uncertain > 0, device_rows, -1)
+        table[7] = np.where(num_uncertain > 0, device_rows, -1) if np.count_nonzero(num_uncertain) else -1
         return cls(table, page_table)
 
     def then(self, later: "Segments") -> "Segments":

@@ -3,6 +3,7 @@ padded step are one copy.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -80,11 +81,19 @@ _NUMPY: dict[torch.dtype, np.dtype[Any]] = {
 
 def unpacked(packed: npt.NDArray[np.uint8], like: Sequence[torch.Tensor]) -> Iterator[npt.NDArray[Any]]:
     """Split memory of the host as `unpack` splits memory of the device."""
-    first = 0
+    for first, end, dtype, shape in _parts(tuple(like)):
+        yield packed[first:end].view(dtype).reshape(shape)
+
+
+@lru_cache(1024)
+def _parts(like: tuple[torch.Tensor, ...]) -> list[tuple[int, int, np.dtype[Any], tuple[int, ...]]]:
+    """The first byte of each, the byte after it, its type and shape."""
+    parts, first = [], 0
     for tensor in like:
         size = tensor.numel() * tensor.element_size()
-        yield packed[first : first + size].view(_NUMPY[tensor.dtype]).reshape(tensor.shape)
+        parts.append((first, first + size, _NUMPY[tensor.dtype], tuple(tensor.shape)))
         first += size + -size % ALIGNED
+    return parts
 
 
 Array = npt.NDArray[np.int32] | npt.NDArray[np.int64]

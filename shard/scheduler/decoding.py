@@ -77,6 +77,11 @@ class Members:
     def __len__(self) -> int:
         return len(self.rows)
 
+    @cached_property
+    def undrafted(self) -> tuple[Numbers, Indices]:
+        """`widths` and `draft_states` of a step without drafts."""
+        return np.zeros(len(self), np.int32), np.full(len(self), NO_STATE)
+
     @property
     def has_drafting(self) -> bool:
         """Whether a step may have drafts."""
@@ -173,10 +178,10 @@ class Committed:
 
     continues: Flags
     """[n] whether each request goes on; the others ended by this step, or were not here any more."""
-    num_taken: Indices
-    """[n] tokens of each, those of the others undefined."""
-    num_drafted: Indices
-    """[n] drafts that were verified."""
+    num_taken: Indices = field(default_factory=lambda: NO_ROW_IDS)
+    """[n] tokens of each, those of the others undefined; empty without drafts."""
+    num_drafted: Indices = field(default_factory=lambda: NO_ROW_IDS)
+    """[n] drafts that were verified; empty without."""
 
 
 class DecodingRequests:
@@ -350,8 +355,7 @@ class DecodingRequests:
         self._num_uncertain[rows] = 0
         starts, uncertain = (known - 1).astype(np.int32), num_uncertain.astype(np.int32)
         pages = self._pages(rows, known + num_uncertain)
-        no_drafts, no_states = np.zeros_like(uncertain), np.full(len(rows), NO_STATE)
-        step = DecodeStep(members, starts, pages, self._newest_ids[rows], ahead, uncertain, no_drafts, no_states)
+        step = DecodeStep(members, starts, pages, self._newest_ids[rows], ahead, uncertain, *members.undrafted)
         self._launched.append(step)
         return step
 
@@ -403,7 +407,6 @@ class DecodingRequests:
         verified: of `members.drafting`, if there are any.
         """
         self.forget(step)
-        num_drafted = np.zeros(len(step.members), np.int64)
         if verified is not None:
             rows = step.members.rows[step.members.drafting]
             is_here = self._is_member[rows]
@@ -411,7 +414,7 @@ class DecodingRequests:
         if step.has_drafts:
             return self._commit_drafted(step, token_ids, is_bad, verified)
         continues = self._commit_single(step, token_ids, is_bad)
-        return Committed(continues, num_drafted + 1, num_drafted)
+        return Committed(continues)
 
     def forget(self, step: DecodeStep) -> None:
         """A planned step is committed, or has failed, or its requests have left."""
