@@ -55,16 +55,23 @@ class AttentionStep(Structure):
     ]
 
 
+SMALL_PAGES_BYTES = 2 << 20
+"""Of a region of KV memory, from its start: not in huge pages."""
+
+
 def widths(spec: AttentionSpec) -> tuple[int, int]:
     """Elements of a position per kv head in K and in V: padded to pairs, and to vectors of LANES."""
     return -(-spec.key_dim // 2) * 2, -(-spec.value_dim // LANES) * LANES
 
 
 def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros that take time and memory only when they are first written, in huge pages if the system provides them."""
-    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
+    """Zeros that take time and memory only when they are first written, in huge pages if the system provides them, but
+    for the first bytes: these are written in every server, and a huge page in every layer would be mostly empty.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes > SMALL_PAGES_BYTES:
+        memory.madvise(mmap.MADV_HUGEPAGE, SMALL_PAGES_BYTES)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 

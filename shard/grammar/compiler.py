@@ -26,14 +26,17 @@ NOT_IN_TIME = Compiled(None, error=f"the grammar cannot be compiled: it takes lo
 
 
 class GrammarCompiler:
-    """Grammar compiler of one shard. `make_tokenizer` runs once, in a thread: that takes about a second."""
+    """Grammar compiler of one shard. `make_tokenizer` runs with the first grammar, in a thread: that takes a third of a
+    second and 40 MiB for a vocabulary of 49 152.
+    """
 
     def __init__(self, make_tokenizer: Callable[[], LLTokenizer], wake: Callable[[], None]) -> None:
         """`wake` is called from a thread whenever a compilation has ended."""
         self._threads = Threads(NUM_THREADS)
         self._matching = Threads(NUM_THREADS, niceness=MATCHING_NICENESS)
         self._tokenizer: Future[LLTokenizer] = Future()
-        threading.Thread(target=self._read, args=(make_tokenizer,), name="grammar-tokenizer", daemon=True).start()
+        self._make_tokenizer: Callable[[], LLTokenizer] | None = make_tokenizer
+        """None from the first grammar on."""
         self._wake = wake
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[Future[Compiled], int]] = OrderedDict()
@@ -45,6 +48,7 @@ class GrammarCompiler:
         """The constraint of a caller's request that has some output. Never waits. Requests of one grammar share its
         lexer, whose number of states is limited; a private one has its own.
         """
+        self._read_tokenizer()
         compiling = (self._compile_apart if is_private else self._compile)(grammar.text, caller)
         return GrammarMatcher(compiling, grammar.proposes, output_ids, partial(self._submit, caller), is_private)
 
@@ -117,6 +121,12 @@ class GrammarCompiler:
         options |= {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
         matcher = LLMatcher(tokenizer, json.dumps(parsed), log_level=0, limits=GRAMMAR_LIMITS)
         return None if matcher.get_error() else matcher
+
+    def _read_tokenizer(self) -> None:
+        """Begin, if it has not begun. Like `match`, called by one thread."""
+        if (make := self._make_tokenizer) is not None:
+            self._make_tokenizer = None
+            threading.Thread(target=self._read, args=(make,), name="grammar-tokenizer", daemon=True).start()
 
     def _read(self, make_tokenizer: Callable[[], LLTokenizer]) -> None:
         try:

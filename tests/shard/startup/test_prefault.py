@@ -57,6 +57,14 @@ def test_the_first_pages_are_populated_when_it_has_started(monkeypatch: pytest.M
     assert ahead._done == 100  # though one call populates more
 
 
+def test_few_pages_ahead_populate_no_huge_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model has two regions per layer, and most servers use little of each."""
+    memories, _, ahead = made(monkeypatch)
+    ahead._num_ahead = 3
+    ahead.catch_up()
+    assert [num_resident(memory) for memory in memories] == [3, 3]
+
+
 def test_pages_are_populated_a_bounded_amount_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     memories, cache, ahead = made(monkeypatch)
     while ahead.advance():
