@@ -57,7 +57,7 @@ class GrammarCompiler:
         with self._lock:
             if (key := _key(grammar)) in self._compiled:
                 self._forget(key)
-        compiling: Future[Compiled] = self._threads.submit(partial(self._build, grammar), NOT_IN_TIME, caller)
+        compiling = self._build_later(grammar, caller)
         compiling.add_done_callback(lambda _: self._wake())
         return compiling
 
@@ -72,7 +72,7 @@ class GrammarCompiler:
         with self._lock:
             compiled = self._compiled.pop(key, None)
             if compiled is None:
-                compiled = self._threads.submit(partial(self._build, grammar), NOT_IN_TIME, caller), len(grammar)
+                compiled = self._build_later(grammar, caller), len(grammar)
                 self._num_bytes += len(grammar)
             self._compiled[key] = compiled
             while len(self._compiled) > MAX_COMPILED or self._num_bytes > MAX_COMPILED_BYTES:
@@ -92,6 +92,21 @@ class GrammarCompiler:
     def _forget(self, key: bytes) -> None:
         _, num_bytes = self._compiled.pop(key)
         self._num_bytes -= num_bytes
+
+    def _build_later(self, grammar: str, caller: str) -> Future[Compiled]:
+        """Once the tokenizer is read: a job that waits for it would lose its priority."""
+        compiled: Future[Compiled] = Future()
+
+        def pass_on(job: Future[Compiled]) -> None:
+            failure = job.exception()
+            compiled.set_result(job.result()) if failure is None else compiled.set_exception(failure)
+
+        def build(_: Future[LLTokenizer]) -> None:
+            job: Future[Compiled] = self._threads.submit(partial(self._build, grammar), NOT_IN_TIME, caller)
+            job.add_done_callback(pass_on)
+
+        self._tokenizer.add_done_callback(build)
+        return compiled
 
     def _build(self, grammar: str) -> Compiled:
         """The compiled grammar with its first mask, which is the most expensive one of many grammars."""

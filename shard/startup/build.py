@@ -186,7 +186,7 @@ def build_history(config: ShardConfig) -> HistoryIndex | None:
 
 
 def build_grammars(config: ShardConfig, model: Model, inbox: Inbox) -> GrammarCompiler | None:
-    """The compiler of grammars, whose tokenizer is read in a thread."""
+    """The compiler of grammars, whose tokenizer is read in a thread, with the first of them."""
     if not has_tokenizer(config):
         return None
     read = partial(read_grammar_tokenizer, Path(config.model_path), model.info.vocab_size)

@@ -3,15 +3,17 @@
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import pytest
+from llguidance import LLTokenizer
 
 from lorikeet.proto.params import Grammar
 from lorikeet.shard.grammar.compiler import MATCHING_NICENESS, GrammarCompiler
-from lorikeet.shard.grammar.threads import MAX_SLOW, Threads
+from lorikeet.shard.grammar.threads import FAST_S, MAX_SLOW, Threads
 from tests.shard.grammar import small_tokenizer
 
 SOON = 30.0
@@ -94,3 +96,23 @@ def test_a_grammar_that_took_too_long_is_compiled_again(monkeypatch: pytest.Monk
     ended.set()
     second = compiler.match(slow)
     assert second.start() and not second.error
+
+
+def test_the_tokenizer_is_read_with_the_first_grammar() -> None:
+    """It takes memory, and a compilation that waits for it keeps its thread's priority."""
+    reads, may_read, num_compiled = list[str](), threading.Event(), threading.Semaphore(0)
+
+    def read() -> LLTokenizer:
+        reads.append(threading.current_thread().name)
+        may_read.wait(30)
+        return small_tokenizer.tokenizer()
+
+    compiler = GrammarCompiler(read, num_compiled.release)
+    assert not reads
+    matching = [compiler.match(Grammar(small_tokenizer.regex(text))) for text in ("a", "b")]
+    time.sleep(3 * FAST_S)
+    assert compiler._threads.num_slow == 0
+    may_read.set()
+    assert all(num_compiled.acquire(timeout=30) for _ in matching)
+    assert all(each.start() for each in matching)
+    assert reads == ["grammar-tokenizer"]
