@@ -65,6 +65,7 @@ SHORT = {
     "proto/version.py": SHARED,
     "shard/grammar/triton.py": SPECIALIZED,
     "shard/system/cores.py": "imports torch, which the modules of the process must not",
+    "shard/system/memory.py": "used by attention, adapters and drafts",
     "shard/system/operators.py": "used by the Triton modules of every folder",
 }
 """Modules with fewer lines, and why each is a module. `__init__` and `__main__` need no reason."""
