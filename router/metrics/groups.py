@@ -9,8 +9,9 @@ client library walk the bounds one by one under a lock.
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, Metric, SummaryMetricFamily
 
@@ -33,6 +34,11 @@ class Histogram:
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds, value)] += times
         self.sum += value * times
+
+    def snapshot(self) -> Self:
+        twin = copy(self)
+        twin._counts = self._counts.copy()
+        return twin
 
     @property
     def count(self) -> int:
@@ -64,11 +70,33 @@ class Counter:
     def add(self, amount: float = 1, label: str = "") -> None:
         self.values[label] = self.values.get(label, 0) + amount
 
+    def snapshot(self) -> Self:
+        twin = copy(self)
+        twin.values = self.values.copy()
+        return twin
+
     def family(self) -> Metric:
         if not self._label:
             return counter_family(self.name, self.text, [({}, self.values.get("", 0))])
         labelled = [({self._label: value}, number) for value, number in self.values.items()]
         return counter_family(self.name, self.text, labelled)
+
+
+class Numbers:
+    """An object of counters and histograms."""
+
+    def snapshot(self) -> Self:
+        """A copy whose numbers stay as they are now, for a thread that writes them."""
+        twin = copy(self)
+        for name, value in vars(self).items():
+            setattr(twin, name, _snapshot(value))
+        return twin
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _snapshot(each) for key, each in value.items()}
+    return value.snapshot() if isinstance(value, Counter | Histogram | Numbers) else value
 
 
 def families(owner: object) -> Iterator[Metric]:
@@ -163,7 +191,7 @@ class AdapterLoad:
     """Shards that have it in a slot."""
 
 
-class AdapterMetrics:
+class AdapterMetrics(Numbers):
     """Adapter metrics of one router. Observing is an addition or two."""
 
     def __init__(self) -> None:
@@ -246,7 +274,7 @@ _FAMILIES = {
 }
 
 
-class SpeculationMetrics:
+class SpeculationMetrics(Numbers):
     """Speculation metrics of one router. Observing is a few additions per message with draft tokens."""
 
     def __init__(self) -> None:

@@ -24,6 +24,7 @@ from lorikeet.router.metrics.groups import (
     Counter,
     Histogram,
     MayName,
+    Numbers,
     SpeculationMetrics,
     caller_label,
     counter_family,
@@ -63,7 +64,7 @@ _FORMER_REASONS = {
 """Values of `reason` of lorikeet_placements_total."""
 
 
-class LearningMetrics:
+class LearningMetrics(Numbers):
     """Learning metrics of one router. A restarted shard counts from zero, so its earlier totals are kept."""
 
     def __init__(self) -> None:
@@ -101,7 +102,7 @@ class LearningMetrics:
 PREFILL, DECODE = "prefill", "decode"
 
 
-class StepMetrics:
+class StepMetrics(Numbers):
     """Step metrics of all shards of one router."""
 
     def __init__(self, durations: Sequence[float]) -> None:
@@ -206,7 +207,7 @@ def _counter(name: str, text: str, label: str = "") -> Counter:
     return Counter(f"lorikeet_{name}_total", text, label)
 
 
-class Metrics:
+class Metrics(Numbers):
     """All metrics of one router. Routes report requests; the dispatcher reports generations and shards."""
 
     def __init__(

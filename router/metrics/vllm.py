@@ -9,7 +9,15 @@ from collections.abc import Iterator, Mapping
 from prometheus_client.core import GaugeMetricFamily, Metric
 
 from lorikeet.proto import shard_pb2 as pb
-from lorikeet.router.metrics.groups import AdapterLoad, Counter, Histogram, SpeculationMetrics, counter_family, families
+from lorikeet.router.metrics.groups import (
+    AdapterLoad,
+    Counter,
+    Histogram,
+    Numbers,
+    SpeculationMetrics,
+    counter_family,
+    families,
+)
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import FinishReason
 
@@ -43,7 +51,7 @@ def _lengths(top: int) -> list[float]:
     return [value for power in range(10) for value in (10**power, 2 * 10**power, 5 * 10**power) if value <= top]
 
 
-class VllmMetrics:
+class VllmMetrics(Numbers):
     """Metrics of one router that vLLM counts in buckets of its own. The rest is computed from our metrics."""
 
     def __init__(self, model_name: str, max_total_tokens: int, max_adapters: int) -> None:

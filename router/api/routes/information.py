@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -34,6 +35,8 @@ from lorikeet.router.requests.request import Caller, GenerationRequest
 from lorikeet.router.usage_log import shown_url
 
 MAX_EVENTS = 10**15
+METRICS_CHARS, ADAPTER_CHARS = 8000, 40
+"""Characters of a text that take as long to tokenize as metrics take to write: without adapters, and for each alias."""
 _FROM_LAUNCHER = ("waiting_served_ratio", "max_waiting_tokens", "eager_prefill")
 """Keys of LoRAX's `/info` that are flags of the launcher only."""
 
@@ -198,7 +201,10 @@ class InformationRoutes(Routes):
         service.dispatcher.update_gauges()
         if service.dispatcher.admission is not None:
             service.dispatcher.admission.note_gauges(service.selection.directory.entries(), service.dispatcher.queued)
-        content, media_type = service.metrics.render(request.headers.get("accept", ""), self._may_name(request))
+        numbers = service.metrics.snapshot()
+        write = partial(numbers.render, request.headers.get("accept", ""), self._may_name(request))
+        num_chars = METRICS_CHARS + ADAPTER_CHARS * len(numbers.adapters.by_label)
+        content, media_type = await service.tokenizer.pool.run(write, service.caller(request).identity, num_chars)
         return Response(content, media_type=media_type)
 
     def _may_name(self, request: Request) -> MayName:

@@ -8,6 +8,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.metrics.groups import Histogram
 from lorikeet.router.metrics.router import FORMER_NAMES, PROMETHEUS_TYPE, Metrics
+from lorikeet.router.metrics.vllm import VllmMetrics
 from lorikeet.router.shards.members import Reason
 
 LORAX_COUNTERS = {
@@ -61,6 +62,26 @@ def samples(metrics: Metrics) -> dict[str, float]:
     """Every line that is not a comment, as a Prometheus server parses it."""
     lines = metrics.prometheus().decode().splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def test_a_snapshot_keeps_its_numbers() -> None:
+    metrics = Metrics(vllm=VllmMetrics("model", 100, max_adapters=0))
+
+    def count() -> None:
+        metrics.request_failed("overloaded")
+        metrics.request_succeeded(0.5)
+        metrics.gauges["lorax_queue_length"] += 1
+        metrics.adapters.loaded("disk", 0.25)
+        drafted = pb.RequestOutput(token_ids=[5], sources=bytes([pb.SOURCE_LOOKUP]), step_ends=b"\1", num_drafted=[1])
+        metrics.speculation.observe(drafted, 1, "")
+        metrics.steps.count.add(1, "decode")
+        assert metrics.vllm is not None
+        metrics.vllm.latency.observe(0.5)
+
+    count()
+    before, snapshot = metrics.prometheus(), metrics.snapshot()
+    count()
+    assert snapshot.prometheus() == before != metrics.prometheus()
 
 
 def test_idle_seconds_of_each_shard_are_added_up() -> None:

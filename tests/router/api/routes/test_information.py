@@ -1,11 +1,13 @@
 """`/info`, `/tokenize`, `/metrics`, and the published schema."""
 
+import threading
 from typing import Any
 
 import pytest
 
 from lorikeet.adapters.keys import sha256
 from lorikeet.router.config import RouterConfig
+from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.schemas.native import CompatGenerateRequest, GenerateParameters
 from lorikeet.router.schemas.openai import ChatCompletionRequest, CompletionRequest
 from tests.router.serving import MODEL_ID, Serving, serving
@@ -132,3 +134,16 @@ def test_null_is_absence_on_openai_s_routes() -> None:
     assert ChatCompletionRequest.read(chat, config).to_request(config).ignored == []
     strange = {**chat, "prompt": None, "store": None}
     assert ChatCompletionRequest.read(strange, config).to_request(config).ignored == ["prompt", "store"]
+
+
+async def test_metrics_are_written_in_a_thread(server: Serving, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = list[int]()
+    render = Metrics.render
+
+    def noted(metrics: Metrics, *of: Any) -> tuple[bytes, str]:
+        threads.append(threading.get_ident())
+        return render(metrics, *of)
+
+    monkeypatch.setattr(Metrics, "render", noted)
+    assert "lorax_request_count" in (await server.client.get("/metrics")).text
+    assert threads and threading.get_ident() not in threads
