@@ -46,7 +46,7 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "GBNF": {"guided_grammar": 'root ::= "a" | "<tool_call>b"'},
 }
 THINKING: dict[str, dict[str, Any]] = {"on": {}, "open": {"opens": True}, "off": {"enable_thinking": False}}
-SEEDS = 10
+SEEDS = 5
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,11 @@
 """What ranks tell each other before they serve."""
 
-import subprocess
-import sys
+import os
+import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
@@ -11,6 +13,7 @@ from lorikeet.shard.model.tensor_parallel.group import Group
 from lorikeet.shard.ranks.commands import EndMemory
 from lorikeet.shard.ranks.leader import Leader
 from lorikeet.shard.startup.rank_worker import RankWorker
+from tests.forked import Started
 from tests.shard.ranks_in_threads import Meeting, together
 
 
@@ -60,46 +63,26 @@ def test_the_first_rank_allocates_what_the_rank_with_the_least_memory_has() -> N
     assert (first, spares) == (700, [5, 5])
 
 
-def test_ranks_wait_for_each_other_longer_while_they_load_than_while_they_serve() -> None:
+def test_ranks_wait_for_each_other_longer_while_they_load_than_while_they_serve(tmp_path: Path) -> None:
     """Two processes over gloo: the second one is late twice."""
-    with late("0", "0") as first:
-        assert first.stdout is not None
-        port = first.stdout.readline().strip()
-        with late("1", port):
-            assert first.stdout.read().split() == ["waited", "gave-up"]
+    with late(tmp_path / "first", "0", "0") as first:
+        while not (port := (tmp_path / "first").read_text().strip()):
+            assert first.poll() is None
+            time.sleep(0.01)
+        with late(tmp_path / "second", "1", port):
+            assert first.wait(60) == 0, (tmp_path / "first").read_text()
+    assert (tmp_path / "first").read_text().split()[1:] == ["waited", "gave-up"]
 
 
 @contextmanager
-def late(*arguments: str) -> Iterator["subprocess.Popen[str]"]:
+def late(output: Path, *arguments: str) -> Iterator[Started]:
     """A rank, of a number and with a port."""
-    with subprocess.Popen([sys.executable, "-c", LATE, *arguments], stdout=subprocess.PIPE, text=True) as rank:
-        try:
-            yield rank
-        finally:
-            rank.kill()
-
-
-LATE = """
-import sys, time
-from datetime import timedelta
-import torch
-from torch.distributed import TCPStore
-from lorikeet.shard.model.tensor_parallel import group as group_module
-rank, port, short, late = int(sys.argv[1]), int(sys.argv[2]), 1.0, 3.0
-group_module.prefer_loopback("127.0.0.1")
-store = TCPStore("127.0.0.1", port, 2, is_master=rank == 0, wait_for_workers=False, timeout=timedelta(seconds=60))
-if rank == 0:
-    print(store.port, flush=True)
-group = group_module.Group(rank, 2, store, torch.device("cpu"), 60.0)
-for is_serving in (False, True):
-    if is_serving:
-        group.sum(torch.ones(1))
-        group.serve(short)
-    if rank == 1:
-        time.sleep(late)
+    with output.open("wb") as file:
+        module = "tests.shard.model.tensor_parallel.late_rank"
+        rank = Started(module, *arguments, environment=os.environ, output=file.fileno())
     try:
-        group.sum(torch.ones(1))
-        print("waited", flush=True)
-    except RuntimeError:
-        print("gave-up", flush=True)
-"""
+        yield rank
+    finally:
+        if rank.poll() is None:
+            rank.send_signal(signal.SIGKILL)
+            rank.wait(60)
