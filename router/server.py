@@ -7,7 +7,6 @@ SIGUSR1 hands over to another router on the same socket: the open connections ar
 
 import asyncio
 import errno
-import gc
 import os
 import signal
 import socket
@@ -18,7 +17,13 @@ from pathlib import Path
 import structlog
 import uvloop
 
-from lorikeet.proto.process import raise_file_limit, report_failure, return_freed_memory, signal_at_parent_death
+from lorikeet.proto.process import (
+    keep_objects,
+    raise_file_limit,
+    report_failure,
+    return_freed_memory,
+    signal_at_parent_death,
+)
 from lorikeet.router.api.app import create_app
 from lorikeet.router.api.service import Service
 from lorikeet.router.config import RouterConfig
@@ -29,9 +34,6 @@ from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.text.tokenizer import Tokenizer
 
 log = structlog.get_logger()
-
-GC_OBJECTS = 50_000
-"""New objects between two garbage collections. With Python's 700 they took 15 % of the time of 256 streams."""
 
 SAME_REQUEST_S = 0.5
 """Signals that are less than this apart count as one: `timeout` sends two at once."""
@@ -80,10 +82,7 @@ class RouterServer:
         if config.replacement_file is not None and await asyncio.to_thread(Path(config.replacement_file).exists):
             await self._until_ready(service)
         listener = _listen(config)
-        # Objects that exist now live as long as the process: exclude them from garbage collection.
-        gc.collect()
-        gc.freeze()
-        gc.set_threshold(GC_OBJECTS)
+        keep_objects()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         warming = asyncio.create_task(service.outputs.start())
         watches = (self._watch_parent(), self._touch_ready_file(service), _watch_files(listener))

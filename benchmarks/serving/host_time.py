@@ -9,6 +9,7 @@ its own, both checkouts alternately.
 """
 # mypy: allow-untyped-calls
 
+import gc
 import inspect
 import json
 import os
@@ -45,7 +46,7 @@ class HostCase:
 
     @property
     def has_drafts(self) -> bool:
-        return self.kind in ("drafts", "auto", "host", "paused", "heads")
+        return self.kind in ("drafts", "auto", "host", "heuristic", "paused", "heads")
 
 
 CASES = (
@@ -64,6 +65,7 @@ CASES = (
     HostCase("host", 1, 1.2),
     HostCase("host", 64, 3.0),
     HostCase("host", 256, 4.0),
+    HostCase("heuristic", 64, 3.0),
     HostCase("heads", 1, 1.2),
     HostCase("heads", 64, 3.0),
     HostCase("paused", 64, 0.6),
@@ -72,10 +74,10 @@ CASES = (
     HostCase("greedy", 1024, 3.0),
 )
 """`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
-all accepted; `auto`: the same with the schedule `auto`; `host`: the same, made by the host; `heads`: the same, made by
-Medusa heads; `paused`: the same by the host, where too many requests run for drafts; `logprobs`: log probabilities of
-each token and of five alternatives, whose operators are not launched: on a device without values each takes tens of
-microseconds of Python that a launch does not.
+all accepted; `auto`: the same with the schedule `auto`; `host`: as `auto`, made by the host; `heuristic`: as `host`,
+with that schedule; `heads`: as `host`, of Medusa heads; `paused`: as `host`, where too many requests run for drafts;
+`logprobs`: log probabilities of each token and of five alternatives, whose operators are not launched: on a device
+without values each takes tens of microseconds of Python that a launch does not.
 """
 
 
@@ -86,6 +88,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
     from triton.runtime.jit import JITFunction
 
     from benchmarks.cuda.setup import LLAMA_8B
+    from lorikeet.proto import process
     from lorikeet.proto import shard_pb2 as pb
     from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
     from lorikeet.shard.batch.padding import Padding
@@ -105,6 +108,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
     from tests.shard.rig import EPOCH, make_request
 
     torch.set_num_threads(1)
+    getattr(process, "keep_objects", gc.freeze)()  # as a shard of the checkout does
     batch, has_adapters = case.num_requests, case.kind == "sampled"
     takes_columns = (True,) if "takes_columns" in inspect.signature(write_update).parameters else ()
     with without_values(), pytest.MonkeyPatch.context() as patch, torch.inference_mode():
@@ -128,7 +132,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if case.kind == "sampled":
             fields["sampling"] = SamplingParams(do_sample=True, temperature=0.8, top_p=0.9, seed=1)
         if case.has_drafts:
-            schedule = Schedule.CONSTANT if case.kind == "drafts" else Schedule.AUTO
+            schedule = {"drafts": Schedule.CONSTANT, "heuristic": Schedule.HEURISTIC}.get(case.kind, Schedule.AUTO)
             fields["speculation"] = Speculation(Method.LOOKUP, 3, schedule=schedule)
         if case.kind == "heads":
             fields["speculation"] = Speculation(Method.MEDUSA, num_heads=3, schedule=Schedule.AUTO)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest, Source
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import Load
@@ -219,6 +220,8 @@ class DecodingRequests:
         """[max_running, most drafts] those that the host would have verified next."""
         self._num_host_ids: Indices = np.zeros(max_running, np.int64)
         """Their number."""
+        self._is_auto: Flags = np.zeros(max_running, bool)
+        """Whether the schedule of drafts is `auto`."""
         self._is_pausing: Flags = np.zeros(max_running, bool)
         """As `Members.pausing`."""
         self._draft_states: Indices = np.full((max_running, 2), NO_STATE, np.int64)
@@ -264,6 +267,7 @@ class DecodingRequests:
         self._end_ids[row] = NO_TOKEN
         self._end_ids[row, : len(request.stop_ids)] = list(request.stop_ids)
         self._is_host_drafting[row] = index is not None
+        self._is_auto[row] = request.speculation.schedule is Schedule.AUTO
         self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device or index is not None else 0
         self._match_lengths[row], self._num_uncertain[row] = request.match_length, num_uncertain
         if index is not None:
@@ -309,12 +313,15 @@ class DecodingRequests:
         return bool(self._num_uncertain[members.rows[members.host_drafting]].any())
 
     def host_offers(self, ngram_long: int) -> Indices:
-        """[m] as `_draft_states`, of requests in flight that may have drafts of the host after what they sample."""
+        """[m] as `_draft_states`, of requests in flight that may have drafts of the host after what they sample. With
+        another schedule than `auto` they always may: NO_STATE.
+        """
         members = self.members
         rows = members.rows[members.host_drafting]
         rows = rows[self._in_flight[rows] > 0]
-        states = self._states_of(rows, ngram_long)
-        return states[(self._match_lengths[rows] > 0) | (states == NO_STATE)]
+        is_auto = self._is_auto[rows]
+        states = np.where(is_auto, self._states_of(rows, ngram_long), NO_STATE)
+        return states[(self._match_lengths[rows] > 0) | ~is_auto]
 
     def _states_of(self, rows: Indices, ngram_long: int) -> Indices:
         states: Indices = self._draft_states[rows, (self._match_lengths[rows] >= ngram_long).astype(np.int64)]

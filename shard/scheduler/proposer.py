@@ -64,7 +64,7 @@ class Proposer:
 
     def lookup_states(self, request: Request) -> tuple[int, int]:
         """Rows of `DraftStates` for drafts of prompt lookup after a match that is not long, and after a long one."""
-        if request.speculation.schedule is not Schedule.AUTO or not self.drafters.of(request):
+        if request.speculation.schedule is Schedule.CONSTANT or not self.drafters.of(request):
             return NO_STATE, NO_STATE
         short, long = (
             self.draft_length.row_of(request, kind_of(request, Source.LOOKUP, is_long)) for is_long in (False, True)

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Sequence
 
-from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest
 from lorikeet.shard.speculation.draft_model import DraftModelDrafter
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
@@ -61,8 +60,7 @@ class Drafters:
         drafters = self.of(request)
         if not drafters or self.is_pausing(request, num_running):
             return True
-        is_known = request.speculation.schedule is not Schedule.HEURISTIC
-        return is_known and [each.value for each in drafters] == [LookupDrafter.value]
+        return [each.value for each in drafters] == [LookupDrafter.value]
 
     def is_pausing(self, request: Request, num_running: int) -> bool:
         """Whether the host would draft for the request if fewer requests ran."""

@@ -136,6 +136,8 @@ class DraftLengthController:
         row = rows.get(kind)
         if row is None:
             row = rows[kind] = self.states.add(kind, self._group(kind))
+            if request.speculation.schedule is Schedule.HEURISTIC:
+                self.states.bounds[row] = _bound(request)
         return row
 
     def forget(self, request: Request) -> None:
@@ -204,17 +206,25 @@ class DraftLengthController:
                 else:
                     auto.append(index)
                 continue
-            self._begin(np.array([row]), _bound(request))
-            widths[index] = min(offer.width, int(self.states.widths[row]))
+            widths[index] = int(self._heuristic_widths(np.array([row]), np.array([offer.width]))[0])
         return auto
 
+    def _heuristic_widths(self, rows: Indices, offered: Indices) -> Indices:
+        """[n] drafts of requests with schedule `heuristic`. rows: of `states`."""
+        self._begin(rows, self.states.bounds[rows])
+        return np.minimum(offered, self.states.widths[rows])
+
     def _find_auto_rows(self, of_rows: RowOffers, widths: Indices) -> Indices:
-        """Indices of the requests that only decode whose numbers of draft tokens are to be chosen. Those of idle ones
-        are put into `widths`.
+        """Indices of the requests that only decode whose numbers of draft tokens are to be chosen. Those of others are
+        put into `widths`.
         """
-        if not len(widths):
-            return NO_INDICES
         auto = np.flatnonzero((of_rows.states != NO_STATE) & (widths > 0))
+        if not len(auto):
+            return NO_INDICES
+        is_heuristic = self.states.bounds[of_rows.states[auto]] > 0
+        if np.count_nonzero(is_heuristic):
+            some, auto = auto[is_heuristic], auto[~is_heuristic]
+            widths[some] = self._heuristic_widths(of_rows.states[some], widths[some])
         are_idle = self._are_idle(of_rows.states[auto])
         widths[auto[are_idle]] = 0
         return auto[~are_idle]
@@ -242,15 +252,23 @@ class DraftLengthController:
         row = item.draft_state
         if row == NO_STATE:
             return
-        if item.request.speculation.schedule == Schedule.HEURISTIC:
-            width = int(self.states.widths[row])
-            self.states.widths[row] = max(1, width - 1) if was_rejected else min(width + 2, _bound(item.request))
+        if self.states.bounds[row]:
+            self._change_heuristic(np.array([row]), np.array([was_rejected]))
             return
         self._verified.append((item.request.admission, row, num_accepted, int(was_rejected)))
 
     def verified_rows(self, admissions: Indices, rows: Indices, num_accepted: Indices, was_rejected: Flags) -> None:
-        """Record the same of requests with schedule `auto`, [n] each. rows: of `states`."""
-        self._verified_rows = np.stack([admissions, rows, num_accepted, was_rejected], axis=1)
+        """Record the same of requests that only decode, [n] each. rows: of `states`."""
+        is_heuristic = self.states.bounds[rows] > 0
+        if np.count_nonzero(is_heuristic):
+            self._change_heuristic(rows[is_heuristic], was_rejected[is_heuristic])
+        verified = np.stack([admissions, rows, num_accepted, was_rejected], axis=1)
+        self._verified_rows = verified[~is_heuristic]
+
+    def _change_heuristic(self, rows: Indices, was_rejected: Flags) -> None:
+        """[n] one draft less after a rejected one, else two more."""
+        widths, bounds = self.states.widths[rows], self.states.bounds[rows]
+        self.states.widths[rows] = np.where(was_rejected, np.maximum(widths - 1, 1), np.minimum(widths + 2, bounds))
 
     def _settle(self) -> None:
         """Count what a committed step verified, in the order of admission."""

@@ -58,6 +58,8 @@ class DraftStates:
         """Whether one draft was verified after a rest, so that the next decision knows what it costs now."""
         self.num_followers: Indices = np.zeros(0, np.int64)
         """Of a group: new requests that had no drafts because it had none."""
+        self.bounds: Indices = np.zeros(0, np.int64)
+        """Most drafts of a request with schedule `heuristic`, 0 for others."""
         self.serials: Indices = np.zeros(0, np.int64)
         """A number that no other row has had."""
         self._num_added = 0
@@ -69,6 +71,7 @@ class DraftStates:
         self.counts[row] = 0.0
         self.widths[row], self.idle_until[row], self.retry_after[row] = 1, 0, RETRY
         self.loads[row], self.is_expensive[row], self.is_tried[row], self.num_followers[row] = 0, False, False, 0
+        self.bounds[row] = 0
         return row
 
     def add_group(self, kind: DraftKind) -> int:

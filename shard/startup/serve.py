@@ -1,6 +1,5 @@
 """Runs a shard: loads the model, then serves until a signal ends it."""
 
-import gc
 import os
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import structlog
 import torch
 
 from lorikeet.proto import logs
-from lorikeet.proto.process import keep_freed_memory, return_freed_memory
+from lorikeet.proto.process import keep_freed_memory, keep_objects, return_freed_memory
 from lorikeet.shard.config import ShardConfig
 from lorikeet.shard.engine.engine import Engine, Watchdog
 from lorikeet.shard.grpc.auth import Access
@@ -65,9 +64,7 @@ def serve(config: ShardConfig) -> None:
         leader.serve()
     bindings = model.bindings + ([] if draft_model is None else draft_model.bindings)
     Prefault([binding.kv for binding in bindings if binding.kv is not None], engine.scheduler.cache).start()
-    # All objects so far live as long as the process: collecting them would stall a step for 0.2 s.
-    gc.collect()
-    gc.freeze()
+    keep_objects()
     return_freed_memory()
     shutdown.engine = engine
     server.ready(describe(config, model, engine, files))
