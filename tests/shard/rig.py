@@ -1,5 +1,6 @@
 """An engine with the fake model, driven step by step."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -50,6 +51,13 @@ class Setup:
     grammars: GrammarCompiler | None = None
 
 
+class UnreadOutbox(Outbox):
+    """No stream reads what it announces, so that to wait for one takes the whole time limit."""
+
+    def announce_step(self, keys: Iterable[tuple[int, int]], wait_s: float = 0.0) -> None:
+        super().announce_step(keys)
+
+
 class Rig:
     """One stream's view of an engine."""
 
@@ -59,7 +67,7 @@ class Rig:
         self.model = FakeModel(setup.num_pages, setup.page_size)
         limits = Limits(setup.step_tokens, setup.max_running, setup.chunked_prefill, setup.max_scored)
         cache = KvCache(setup.num_pages, setup.page_size, setup.prefix_caching)
-        self.inbox, self.outbox = Inbox(), outbox or Outbox()
+        self.inbox, self.outbox = Inbox(), outbox or UnreadOutbox()
         inputs, drafts = (setup.network or self.model).inputs, setup.drafts
         sampler = self.sampler = Sampler(setup.vocab_size, setup.max_running, inputs.device, tile=setup.tile)
         if setup.tile is not None:
