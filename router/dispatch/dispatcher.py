@@ -16,7 +16,7 @@ import structlog
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.router.adapters.loading import AdapterAdmission, LoaderClient
 from lorikeet.router.config import RouterConfig
-from lorikeet.router.dispatch.fair_queue import FairQueue, InFlight, QueueFull
+from lorikeet.router.dispatch.fair_queue import FairQueue, InFlight, QueuedRequests, QueueFull
 from lorikeet.router.errors import (
     AdapterUnavailable,
     DeadlineExceeded,
@@ -72,8 +72,7 @@ class Dispatcher:
         self.in_flight = InFlight(self.links, self.queue)
         self.memory = OutputMemory()
         self._numbers = itertools.count(1)
-        self._queued: dict[int, Generation] = {}
-        """By number: in the queue, or waiting for adapters."""
+        self._queued = QueuedRequests()
         self._loading: dict[int, asyncio.Task[None]] = {}
         """By number: requests that wait for adapters."""
         self.recovery = Recovery(config.recovery_timeout_s, self)
@@ -175,7 +174,7 @@ class Dispatcher:
         if deadline is not None and deadline <= time.monotonic():
             raise DeadlineExceeded
         if self.num_active >= self._config.max_concurrent_requests and (
-            newest := self.in_flight.displaced_by(request.caller, self.queued)
+            newest := self.in_flight.displaced_by(request.caller, self._queued)
         ):
             self.fail(newest, Overloaded(self._retry_after()))
         self.in_flight.arrived(request.caller, request.share, time.monotonic())
@@ -186,7 +185,7 @@ class Dispatcher:
             self._enqueue(generation)
         else:
             self._await_adapters(generation)
-        self._queued[generation.routing.number] = generation
+        self._queued.add(generation)
         self._empty.clear()
         self.update_gauges()
         self._set_deadlines(generation, deadline)
@@ -205,10 +204,10 @@ class Dispatcher:
         then callers with few requests have some room beyond it. Raises Overloaded.
         """
         limit, num_active = self._config.max_concurrent_requests, self.num_active + num_coming
-        if num_active < limit or self.in_flight.displaced_by(caller, self.queued) is not None:
+        if num_active < limit or self.in_flight.displaced_by(caller, self._queued) is not None:
             return
         has_room = num_active < limit + max(1, limit // BEYOND_PART)
-        if not (has_room and self.in_flight.has_fewest(caller, self.queued)):
+        if not (has_room and self.in_flight.has_fewest(caller, self._queued)):
             raise Overloaded(self._retry_after())
 
     def _enqueue(self, generation: Generation) -> None:
@@ -289,7 +288,7 @@ class Dispatcher:
     def _remove(self, generation: Generation) -> None:
         """Remove a request that is not over: from the queue, or by an abort from its shard."""
         number, address = generation.routing.number, generation.routing.shard_address
-        if self._queued.pop(number, None) is not None:
+        if self._queued.take(number) is not None:
             if not self.queue.remove(number) and self.admission is not None:
                 self.admission.loading.leave(generation)
                 if (loading := self._loading.pop(number, None)) is not None:
@@ -334,7 +333,7 @@ class Dispatcher:
                 break
             self.queue.take(number)
             link, reason = choice
-            del self._queued[number]
+            self._queued.take(number)
             batches.setdefault(link, []).append(self._dispatch(generation, link, now))
             if generation.request.caller in self.in_flight.limits:
                 blocked = self.in_flight.blocked()
@@ -379,7 +378,7 @@ class Dispatcher:
         self.update_gauges()
 
     def _await_reader(self, generation: Generation) -> None:
-        self._queued[generation.routing.number] = generation
+        self._queued.add(generation)
         generation.on_read = lambda: None if generation.is_over else self.retry(generation)
 
     def _dispatch(self, generation: Generation, link: ShardLink, now: float) -> pb.Submit:
@@ -459,7 +458,7 @@ class Dispatcher:
     def retry(self, generation: Generation) -> None:
         """Queue a request again: its prompt and output so far go ahead of the other requests of its flow."""
         routing = generation.routing
-        self._queued[routing.number] = generation
+        self._queued.add(generation)
         if generation.timeline is not None:
             generation.timeline.leave("retried")
         if self.admission is not None and not self.admission.is_current(generation):

@@ -159,6 +159,49 @@ class FairQueue:
             del self._callers[name]
 
 
+class QueuedRequests:
+    """Requests that no shard has: in the queue, or waiting for adapters."""
+
+    def __init__(self) -> None:
+        self._by_number: dict[int, Generation] = {}
+        self._by_caller: dict[str, dict[int, Generation]] = {}
+        """The same of each caller that has any, in the order in which they came."""
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __getitem__(self, number: int) -> Generation:
+        return self._by_number[number]
+
+    def values(self) -> Collection[Generation]:
+        return self._by_number.values()
+
+    def add(self, generation: Generation) -> None:
+        number, caller = generation.routing.number, generation.request.caller
+        self._by_number[number] = self._by_caller.setdefault(caller, {})[number] = generation
+
+    def take(self, number: int) -> Generation | None:
+        """Remove a request; None where a shard has it, or none."""
+        if (generation := self._by_number.pop(number, None)) is not None:
+            caller = generation.request.caller
+            del self._by_caller[caller][number]
+            if not self._by_caller[caller]:
+                del self._by_caller[caller]
+        return generation
+
+    @property
+    def numbers(self) -> Counter[str]:
+        """Requests by caller."""
+        return Counter({caller: len(requests) for caller, requests in self._by_caller.items()})
+
+    def newest(self) -> Iterator[Generation]:
+        """The newest request of each caller, of those that no shard has had."""
+        for requests in self._by_caller.values():
+            found = next((each for each in reversed(requests.values()) if each.routing.sent_at is None), None)
+            if found is not None:
+                yield found
+
+
 RECENT_S = 2.0
 """A caller without requests stays active for so long: its next one may come at any moment."""
 
@@ -247,26 +290,22 @@ class InFlight:
                 if number:
                     yield link, generation
 
-    def displaced_by(self, caller: str, queued: Collection[Generation]) -> Generation | None:
+    def displaced_by(self, caller: str, queued: QueuedRequests) -> Generation | None:
         """In a full server, the request that makes room for one of `caller`: the newest one that no shard has had, of
         the caller that has the most requests. None where that one has hardly more than `caller`.
         """
-        numbers = self._numbers(queued)
+        numbers = self.running + queued.numbers
         newest = max(
-            (generation for generation in queued if generation.routing.sent_at is None),
+            queued.newest(),
             key=lambda generation: (numbers[generation.request.caller], generation.routing.number),
             default=None,
         )
         return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
-    def has_fewest(self, caller: str, queued: Collection[Generation]) -> bool:
+    def has_fewest(self, caller: str, queued: QueuedRequests) -> bool:
         """Whether another caller has more requests, even after one more of `caller`."""
-        numbers = self._numbers(queued)
+        numbers = self.running + queued.numbers
         return max(numbers.values(), default=0) > numbers[caller] + 1
-
-    def _numbers(self, queued: Collection[Generation]) -> Counter[str]:
-        """Requests by caller."""
-        return self.running + Counter(generation.request.caller for generation in queued)
 
     def _newest(self, callers: Container[str]) -> list[tuple[ShardLink, Generation]]:
         """Sequences of these callers in shards, the last one sent first; none that runs alone because of crashes."""
