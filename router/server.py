@@ -7,6 +7,7 @@ SIGUSR1 hands over to another router on the same socket: the open connections ar
 
 import asyncio
 import errno
+import gc
 import os
 import signal
 import socket
@@ -37,6 +38,8 @@ log = structlog.get_logger()
 
 SAME_REQUEST_S = 0.5
 """Signals that are less than this apart count as one: `timeout` sends two at once."""
+REST_S = 10.0
+"""Time without requests after which the memory that they have used is returned."""
 
 
 class RouterServer:
@@ -85,7 +88,8 @@ class RouterServer:
         keep_objects()
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         warming = asyncio.create_task(service.outputs.start())
-        watches = (self._watch_parent(), self._touch_ready_file(service), _watch_files(listener))
+        memory = return_memory(self._metrics, dispatcher)
+        watches = (self._watch_parent(), self._touch_ready_file(service), _watch_files(listener), memory)
         background = [preloading, warming, *map(asyncio.create_task, watches)]
         log.info("router_listening", hostname=config.hostname, port=listener.getsockname()[1])
         signals = [asyncio.create_task(event.wait()) for event in (self._draining, self._handing_over)]
@@ -209,6 +213,18 @@ async def _watch_files(listener: socket.socket) -> None:
         else:
             is_exhausted = False
         await asyncio.sleep(1.0)
+
+
+async def return_memory(metrics: Metrics, dispatcher: Dispatcher) -> None:
+    """Once no request has come and none was active for REST_S, return what they have used."""
+    num_arrived = num_returned = 0.0
+    while True:
+        await asyncio.sleep(REST_S)
+        before, num_arrived = num_arrived, metrics.request_count.values.get("", 0.0)
+        if num_arrived == before != num_returned and not dispatcher.num_active:
+            gc.collect()  # an error and the frames that it passed refer to each other
+            await asyncio.to_thread(return_freed_memory)
+            num_returned = num_arrived
 
 
 def _listen(config: RouterConfig) -> socket.socket:

@@ -14,12 +14,15 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import httpx
 import pytest
 
 from lorikeet.proto.process import MAX_FILES
+from lorikeet.router import server
+from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.server import SAME_REQUEST_S
 from tests.forked import Started
 from tests.router import simulated_shard
@@ -283,3 +286,23 @@ async def test_exhausted_files_are_logged_once_and_end(tmp_path: Path) -> None:
         await started.until("/ready", 200)
         events = [event["event"] for event in started.events()]
         assert events.count("file_descriptors_exhausted") == 1
+
+
+async def test_memory_is_returned_once_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    metrics, dispatcher, returned = Metrics(), SimpleNamespace(num_active=0), list[float]()
+    monkeypatch.setattr(server, "REST_S", 0.02)
+    monkeypatch.setattr(server, "return_freed_memory", lambda: returned.append(metrics.request_count.values[""]))
+    returning = asyncio.create_task(server.return_memory(metrics, cast(Any, dispatcher)))
+    await asyncio.sleep(0.1)
+    assert not returned
+    dispatcher.num_active = 1
+    metrics.request_arrived()
+    await asyncio.sleep(0.1)
+    assert not returned
+    dispatcher.num_active = 0
+    async with asyncio.timeout(10):
+        while not returned:  # noqa: ASYNC110 - another task
+            await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert returned == [1.0]
+    returning.cancel()
