@@ -182,7 +182,7 @@ class Sampled:
         memory = self._copy.wait()[0].numpy()
         columns = [column[:num_rows] for column in unpacked(memory, self._like)]
         if self._slow_rows is not None:
-            self._slow_rows.add(int(columns[2].sum()))
+            self._slow_rows.add(int(np.count_nonzero(columns[2])))
         return SampledColumns(self._num_alternatives, *columns)
 
     def to_host(self) -> HostSampled:

@@ -342,8 +342,9 @@ class DecodingRequests:
     def num_missing_pages(self) -> int:
         """Pages that the next step needs in addition to those that the requests have, without its drafts."""
         rows = self.members.rows
-        num_tokens = self._num_known(rows) + self._num_uncertain[rows]
-        return int(np.maximum(-(-(num_tokens - self._num_covered[rows]) // self._cache.page_size), 0).sum())
+        num_beyond = self._num_known(rows) + self._num_uncertain[rows] - self._num_covered[rows]
+        num_beyond = num_beyond[num_beyond > 0]
+        return int((-(-num_beyond // self._cache.page_size)).sum()) if len(num_beyond) else 0
 
     def launch(self) -> DecodeStep | None:
         """Launch one token of each request that has one left; None if none has. Its missing pages must be available."""

@@ -48,11 +48,22 @@ class _Samples:
     """Number of the last step in the bucket."""
     sampled: int = 0
     """Number of the last step in the bucket that was sampled."""
+    _known: tuple[float, float] | None = None
+    """What `typical` found last, and for what."""
 
     def typical(self, per_attended: float) -> float:
-        """Seconds without attention, at slowness 1."""
+        """Seconds without attention, at slowness 1. Asked for twice between two steps."""
+        if self._known is not None and self._known[0] == per_attended:
+            return self._known[1]
         found = [max(s - per_attended * num, LEAST_TOKENS * s) / slowness for s, num, slowness in self.measured]
-        return median_low(found) if len(found) >= FEW else min(found)
+        value = median_low(found) if len(found) >= FEW else min(found)
+        self._known = per_attended, value
+        return value
+
+    def add(self, seconds: float, num_attended: int, slowness: float) -> None:
+        """Record a step."""
+        self.measured.append((seconds, num_attended, slowness))
+        self._known = None
 
 
 @dataclass
@@ -138,7 +149,7 @@ class StepCosts:
         if len(samples.measured) == NUM_SAMPLES and samples.newest < samples.sampled + REPLACED:
             return
         samples.sampled = samples.newest
-        samples.measured.append((seconds, num_attended, self._speed.slowness))
+        samples.add(seconds, num_attended, self._speed.slowness)
         self._curve = None
 
     @property
