@@ -36,9 +36,9 @@ class Histogram:
         self.sum += value * times
 
     def snapshot(self) -> Self:
-        twin = copy(self)
-        twin._counts = self._counts.copy()
-        return twin
+        kept = copy(self)
+        kept._counts = self._counts.copy()
+        return kept
 
     @property
     def count(self) -> int:
@@ -71,9 +71,9 @@ class Counter:
         self.values[label] = self.values.get(label, 0) + amount
 
     def snapshot(self) -> Self:
-        twin = copy(self)
-        twin.values = self.values.copy()
-        return twin
+        kept = copy(self)
+        kept.values = self.values.copy()
+        return kept
 
     def family(self) -> Metric:
         if not self._label:
@@ -87,10 +87,10 @@ class Numbers:
 
     def snapshot(self) -> Self:
         """A copy whose numbers stay as they are now, for a thread that writes them."""
-        twin = copy(self)
+        kept = copy(self)
         for name, value in vars(self).items():
-            setattr(twin, name, _snapshot(value))
-        return twin
+            setattr(kept, name, _snapshot(value))
+        return kept
 
 
 def _snapshot(value: Any) -> Any:

@@ -163,8 +163,8 @@ MUTANTS = [
     Mutant(
         "a request of another caller waits until a flood before it has run",
         "shard/scheduler/budget.py",
-        "        if not self.are_several:\n            yield",
-        "        if True:\n            yield",
+        "for caller in self._shares.turns(is_over):",
+        "for caller in [name for name, lane in self._lanes.items() for _ in lane if not is_over(name)]:",
         "tests/shard/scheduler/test_callers.py::test_waiting_callers_take_turns_by_their_weights",
     ),
     Mutant(
