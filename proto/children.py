@@ -199,7 +199,7 @@ class LineProcess:
         pipe, nothing = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         try:
             self._process = process = await asyncio.create_subprocess_exec(
-                *self.command,
+                *tethered(self.command),
                 stdin=pipe,
                 stdout=pipe,
                 stderr=nothing,

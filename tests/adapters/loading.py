@@ -85,6 +85,11 @@ class Running:
         self.store = folder / "store"
         self.log = folder / "loader.log"
 
+    def listens(self) -> bool:
+        """Whether it accepts connections. Its socket exists a moment before."""
+        with socket.socket(socket.AF_UNIX) as probe:
+            return probe.connect_ex(str(self.socket)) == 0
+
     def caller(self) -> Caller:
         return Caller(self.socket)
 
@@ -122,7 +127,7 @@ def loader(folder: Path, model: Path, environment: Mapping[str, str] | None = No
             process = subprocess.Popen(python(*words), cwd=ROOT, env={**os.environ, **(environment or {})}, stderr=log)
     try:
         running = Running(process, folder)
-        while not running.socket.exists():
+        while not running.listens():
             assert process.poll() is None, running.log.read_text()
             time.sleep(0.02)
         yield running

@@ -3,7 +3,10 @@
 import asyncio
 import contextlib
 import os
+import select
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -85,6 +88,39 @@ async def test_a_killed_process_is_replaced_and_the_prompt_rendered(templates: U
     await asyncio.sleep(0.02)
     kill(templates._other_lane)
     assert await killed == "x"
+
+
+ENDLESS_ROUTER = """
+import asyncio
+from lorikeet.router.text.untrusted_templates import TemplateProcess, question_of
+from lorikeet.router.text.chat_template import NO_OPTIONS
+
+async def main():
+    process = TemplateProcess()
+    await process.start()
+    print(process.pid, flush=True)
+    await process.answer(question_of(%r, {}, [], NO_OPTIONS), 600.0)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ends with its parent on Linux only")
+async def test_an_endless_template_ends_with_a_router_that_was_killed() -> None:
+    program = ENDLESS_ROUTER % LOOP
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as router:
+        assert router.stdout is not None
+        worker = os.pidfd_open(int(router.stdout.readline()))
+        await asyncio.sleep(0.2)  # it renders
+        router.kill()
+    try:
+        assert select.select([worker], [], [], 20.0)[0]
+    except AssertionError:
+        signal.pidfd_send_signal(worker, signal.SIGKILL)
+        raise
+    finally:
+        os.close(worker)
 
 
 @pytest.mark.parametrize("ends", [1, 2])
