@@ -385,7 +385,7 @@ def test_a_bomb_ends_soon_and_delays_nobody(world: World, caller: Caller, name: 
     assert "digest" in caller.call(fetch=local_copy(world, f"beside-{name}", fresh), caller="another")
     caller.until(lambda stats: stats["jobs"] == 0)
     for call in bombs:
-        error = caller.answers[call]["error"]
+        error = caller.answer(call)["error"]
         assert error["status"] == 422 and reason in error["message"], error
 
 
