@@ -62,8 +62,10 @@ async def answer_as_hub(reader: asyncio.StreamReader, writer: asyncio.StreamWrit
             await _send_many_files(writer)
         elif RETRY_AFTER in words:
             _send(writer, {"Retry-After": "9" * 400, "Content-Length": "0"}, b"", "429 Too Many Requests")
+        elif repository := next((word for word in words if word in REPOSITORIES), None):
+            _send_description(writer, repository)
         else:
-            _send_description(writer, next(word for word in words if word in REPOSITORIES))
+            _send(writer, {"Content-Length": "0"}, b"", "404 Not Found")
         await writer.drain()
     writer.close()
 
