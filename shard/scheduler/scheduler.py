@@ -248,10 +248,14 @@ class Scheduler:
 
     def resume_drafts(self) -> None:
         """Once few enough requests run: plan those with drafts of the host like others again."""
-        if len(self.running) > self.proposer.drafters.settings.max_batch_size or not len(self.decoding):
+        settings, num_running = self.proposer.drafters.settings, len(self.running)
+        if num_running > settings.max_batch_size or not len(self.decoding):
             return
         members = self.decoding.members
-        for index in members.pausing.tolist():
+        leaving = members.pausing.tolist()
+        if num_running < settings.fewest_rows:
+            leaving += members.host_drafting.tolist()
+        for index in leaving:
             self._leave_decoding(members.requests[index])
 
     def _others(self) -> list[Request]:

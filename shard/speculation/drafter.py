@@ -66,6 +66,8 @@ class DraftSettings:
     """The outputs of earlier requests."""
     most_on_device: int = 0
     """Maximum draft tokens of a step that the device makes for a request, 0 where the host makes all drafts."""
+    fewest_rows: int = 8
+    """With fewer running requests, those with drafts of the host are planned one by one: arrays take longer."""
     further: tuple[type["Drafter"], ...] = ()
     """Sources in addition to those of DRAFTERS. One with the value of another takes its place."""
 

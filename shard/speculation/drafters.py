@@ -60,7 +60,8 @@ class Drafters:
         drafters = self.of(request)
         if not drafters or self.is_pausing(request, num_running):
             return True
-        return [each.value for each in drafters] == [LookupDrafter.value]
+        is_few = num_running < self.settings.fewest_rows and not request.drafts_on_device
+        return not is_few and [each.value for each in drafters] == [LookupDrafter.value]
 
     def is_pausing(self, request: Request, num_running: int) -> bool:
         """Whether the host would draft for the request if fewer requests ran."""

@@ -57,11 +57,11 @@ ARRIVALS = st.lists(
     max_size=10,
 )  # fmt: skip
 SETUPS = st.builds(
-    lambda pages, running, lag, caching, on_device: Setup(
+    lambda pages, running, lag, caching, on_device, fewest: Setup(
         num_pages=pages, max_running=running, commit_lag=lag, prefix_caching=caching, step_tokens=16,
-        drafts=DraftSettings(max_batch_size=5), drafts_on_device=on_device and lag == 1,
+        drafts=DraftSettings(max_batch_size=5, fewest_rows=fewest), drafts_on_device=on_device and lag == 1,
     ),
-    st.integers(10, 40), st.integers(1, 8), st.integers(0, 1), st.booleans(), st.booleans(),
+    st.integers(10, 40), st.integers(1, 8), st.integers(0, 1), st.booleans(), st.booleans(), st.integers(1, 4),
 )  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def test_requests_whose_drafts_the_host_looks_up_are_arrays(
 ) -> None:
     """A step of them makes no object for each, whether their drafts are accepted or not."""
     texts = {number: [number, 2, 3] + generate_alone([number, 2, 3], 60) for number in range(4)}
-    rig = Rig(Setup(commit_lag=lag, drafts=ScriptedDrafts(texts=texts, chance=0.6)))
+    rig = Rig(Setup(commit_lag=lag, drafts=ScriptedDrafts(texts=texts, chance=0.6, fewest_rows=4)))
     time_steps(rig, 0.001)
     speculation = Speculation(Method.LOOKUP, 3, schedule=schedule)
     requests = [make_request(number, texts[number][:3], 60, speculation=speculation) for number in texts]
