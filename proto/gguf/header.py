@@ -6,6 +6,7 @@ A file may come from anybody. Every count, length and place is compared with the
 import mmap
 import os
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -97,9 +98,12 @@ class Header:
         """Keys of the metadata, in their order."""
         return list(self._values)
 
-    def entries(self) -> bytes:
-        """The metadata as stored."""
-        return self._data[self.entries_at : self.entries_end]
+    def entries(self, keys: Collection[str]) -> bytes:
+        """Entries of the metadata as stored."""
+        # before a value are its key, after 8 bytes of length, and 4 bytes of type
+        starts = [at - 4 - len(key.encode()) - 8 for key, (_, at) in self._values.items()]
+        places = zip(self._values, starts, [*starts[1:], self.entries_end], strict=True)
+        return b"".join(self._data[start:end] for key, start, end in places if key in keys)
 
     def value(self, key: str) -> Any:
         """A value of the metadata, None if there is none. Raises ValueError for text that is no UTF-8."""

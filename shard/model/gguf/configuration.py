@@ -1,14 +1,21 @@
 """What transformers leaves out when it reads a configuration from the metadata of a `.gguf` file."""
 
 import math
+from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
+from transformers.integrations import gguf as integrations_gguf
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from lorikeet.shard.model.gguf.file import ROPE_FACTORS, ROPE_SCALING, GgufFile
 
 _SOFTCAPS = {name: name for name in ("attn_logit_softcapping", "final_logit_softcapping")}
+READ_AT_ONCE: Collection[str] = getattr(integrations_gguf, "GGUF_CONFIG_ARCHS", ())
+"""Architectures whose metadata transformers reads fast. Empty before the version that does."""
+VOCABULARY = tuple(f"tokenizer.ggml.{name}" for name in ("tokens", "token_type", "scores", "merges"))
 VALUES = {"gemma2": _SOFTCAPS, "gemma3": _SOFTCAPS}
 """Attributes of a configuration that transformers leaves at their defaults, and their keys, by architecture."""
 HEAD_SIZE = "attention.key_length"
@@ -29,6 +36,23 @@ def check_metadata(file: GgufFile) -> None:
     num_layers = file.of_architecture("block_count")
     if not isinstance(num_layers, int) or not 0 < num_layers <= len(file.tensors):
         raise ValueError(f"its metadata says {num_layers} layers, and it has {len(file.tensors)} tensors")
+
+
+def read_configuration(folder: Path, name: str, file: GgufFile) -> Any:
+    """transformers' configuration of `file`, whose metadata is written to `name` in `folder`.
+
+    Of most architectures transformers reads every array item by item, which takes seconds for a vocabulary, of which a
+    configuration has only the size.
+    """
+    if file.architecture in READ_AT_ONCE:
+        file.write_metadata(folder / name)
+        return AutoConfig.from_pretrained(folder, gguf_file=name)
+    file.write_metadata(folder / name, without=VOCABULARY)
+    config = AutoConfig.from_pretrained(folder, gguf_file=name)
+    size = file.of_architecture("vocab_size") or len(file.value(VOCABULARY[0]) or ())
+    if size:
+        config.vocab_size = size
+    return config
 
 
 def complete(config: Any, file: GgufFile) -> None:

@@ -2,6 +2,7 @@
 
 import re
 import struct
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -61,15 +62,16 @@ class GgufFile:
         self.tensors |= header.tensors
         self._paths |= dict.fromkeys(header.tensors, path)
 
-    def write_metadata(self, path: Path) -> None:
+    def write_metadata(self, path: Path, without: Collection[str] = ()) -> None:
         """Write a file with the metadata and the names of the tensors, all of them empty: transformers reads it without
-        knowing types of tensors, or parts.
+        knowing types of tensors, or parts. without: keys that are left out.
         """
         header = self._headers[0]
+        keys = [key for key in header.keys if key not in without]
         names = [name.encode() for name in self.tensors]
         tensors = [struct.pack("<Q", len(name)) + name + struct.pack("<IQIQ", 1, 0, 0, 0) for name in names]
-        counts = struct.pack("<IQQ", 3, len(tensors), len(header.keys))
-        path.write_bytes(b"GGUF" + counts + header.entries() + b"".join(tensors) + bytes(64))
+        counts = struct.pack("<IQQ", 3, len(tensors), len(keys))
+        path.write_bytes(b"GGUF" + counts + header.entries(keys) + b"".join(tensors) + bytes(64))
 
     def value(self, key: str) -> Any:
         """A value of the metadata, None if there is none."""

@@ -41,9 +41,7 @@ class FolderRequest(ConfigFile):
 
 def make_folder(request: FolderRequest) -> None:
     """Raises ValueError with the reason why the file cannot be served."""
-    from transformers import AutoConfig
-
-    from lorikeet.shard.model.gguf.configuration import check_metadata, complete
+    from lorikeet.shard.model.gguf.configuration import check_metadata, complete, read_configuration
     from lorikeet.shard.model.gguf.file import GgufFile, part_paths
     from lorikeet.shard.model.gguf.network import check_gguf
     from lorikeet.shard.model.gguf.tokenizer import ends_of_text, read_tokenizer
@@ -54,16 +52,15 @@ def make_folder(request: FolderRequest) -> None:
     folder.mkdir()
     for link, path in zip(part_paths(folder / GGUF_NAME, len(file.paths)), file.paths, strict=True):
         link.symlink_to(path.resolve())
-    file.write_metadata(folder / METADATA)
     try:
-        config: Any = AutoConfig.from_pretrained(folder, gguf_file=METADATA)
-        tokenizer: Any = read_tokenizer(folder, METADATA, file) if request.needs_tokenizer else None
+        config = read_configuration(folder, METADATA, file)
+        tokenizer = read_tokenizer(folder, METADATA, file, config) if request.needs_tokenizer else None
         complete(config, file)
     except UNREADABLE as failure:
         reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
         raise ValueError(f"transformers cannot read its metadata: {reason}") from failure
     finally:
-        (folder / METADATA).unlink()
+        (folder / METADATA).unlink(missing_ok=True)
     try:
         check_gguf(file, config)
     except NotImplementedError as failure:

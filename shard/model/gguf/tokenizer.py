@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import normalizers, pre_tokenizers
-from transformers import AutoTokenizer
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast
 from transformers.integrations.gguf import gguf_tokenizer_mapping
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING
 
 from lorikeet.shard.model.gguf.file import GgufFile
 
@@ -35,9 +36,9 @@ ENDS = (
 """Texts of special tokens that end an answer in every model that has them."""
 
 
-def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
-    """transformers' tokenizer of `file`, which is `name` in `folder`. Raises ValueError for texts that are split in an
-    unknown way, and where transformers is too old to split them.
+def read_tokenizer(folder: Path, name: str, file: GgufFile, config: PreTrainedConfig) -> Any:
+    """transformers' tokenizer of `file`, whose metadata is written to `name` in `folder`. Raises ValueError for texts
+    that are split in an unknown way, and where transformers is too old to split them.
     """
     if SPLITS is None:
         raise ValueError("its tokenizer needs transformers 5.18 or newer: pip install 'transformers>=5.18'")
@@ -48,7 +49,8 @@ def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
     is_like_llama_3 = is_bpe and split in LIKE_LLAMA_3
     # The file's own flag comes first. As llama.cpp, later versions begin SentencePiece's texts with a token; not 5.18.
     begins = {"add_bos_token": True} if is_like_llama_3 or kind == "llama" else {}
-    tokenizer: Any = AutoTokenizer.from_pretrained(folder, gguf_file=name, **begins)
+    file.write_metadata(folder / name)
+    tokenizer: Any = class_for(config).from_pretrained(folder, gguf_file=name, **begins)
     backend = tokenizer.backend_tokenizer
     if is_like_llama_3:
         backend.model.ignore_merges = True
@@ -58,6 +60,12 @@ def read_tokenizer(folder: Path, name: str, file: GgufFile) -> Any:
     if is_bpe and split in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     return tokenizer
+
+
+def class_for(config: PreTrainedConfig) -> Any:
+    """The class that AutoTokenizer takes for a `.gguf` file, after it has read the configuration again for seconds."""
+    found = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
+    return PreTrainedTokenizerFast if found.__name__ == "MistralCommonBackend" else found  # that one reads other files
 
 
 def ends_of_text(file: GgufFile) -> list[int]:
