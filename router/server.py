@@ -124,8 +124,8 @@ class RouterServer:
         if self._config.ready_file is None:
             return
         await self._until_ready(service)
-        await asyncio.to_thread(return_freed_memory)  # of reading the tokenizer
         await asyncio.to_thread(Path(self._config.ready_file).touch)
+        await asyncio.to_thread(return_freed_memory)  # of reading the tokenizer
 
     async def _preload(self, service: Service) -> None:
         """Keep the operator's adapters loaded. Returns where a broken one must end the router."""

@@ -383,9 +383,9 @@ def _run(plan: ServerPlan, address: Address, processes: Processes, signals: Sign
         if not plan.settings["json-output"]:
             print(_try_it(plan, address), flush=True)
 
-    is_ready = address.is_ready if plan.has_router else plan.shard_files().ready.exists
-    if address.scheme == "https":  # the launcher may have no certificate that the router accepts
-        is_ready = plan.router_ready_file.exists
+    # not GET /ready, which is answered before the file exists: a router that ended in between would not be replaced by
+    # one whose requests wait
+    is_ready = (plan.router_ready_file if plan.has_router else plan.shard_files().ready).exists
     supervisor = Supervisor(processes, is_ready, plan.settings["drain-timeout-s"], log, plan.preload)
     signals.reloads = not plan.settings.origins.keys().isdisjoint({"adapters", "api-keys", "usage-log", "receipts"})
     return supervisor.run(signals, when_ready)
