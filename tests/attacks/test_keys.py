@@ -6,6 +6,7 @@ import functools
 import re
 import stat
 import subprocess
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -76,7 +77,10 @@ def test_a_canary_is_answered_next_to_a_small_attack(launched: Launched, name: s
     assert not seen.canary.failures, "a valid key from the address of wrong ones works"
     assert max(seen.canary.seconds) < MAX_SECONDS, seen.canary.seconds
     if name == "failed-keys":
-        assert seen.statuses.get(401, 0) <= MAX_FAILURES < sum(seen.statuses.values()), seen.statuses
+        statuses = Counter(seen.statuses)
+        while statuses.total() <= MAX_FAILURES:  # on a busy machine attackers get little time
+            statuses.update(attacked(launched, name, QUICK_SECONDS, QUICK_CANARIES).statuses)
+        assert statuses[401] <= MAX_FAILURES, statuses
     if name == "tried-keys":
         assert seen.statuses.keys() <= {401, 429}
     assert names(launched) == before
