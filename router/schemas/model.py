@@ -187,7 +187,10 @@ class Body(BaseModel):
             return cls.model_validate(values, context=context)
         except pydantic.ValidationError as error:
             failure = _failure(cls, error)
-        raise failure  # outside of the handler: pydantic's error holds the body
+        try:
+            raise failure  # outside of the handler: pydantic's error holds the body
+        finally:
+            del failure  # its traceback holds this frame, so that both would stay until garbage is collected
 
     def unsupported(self) -> Iterator[tuple[str, Rejected]]:
         """The rejected fields of this object that ask for something."""
