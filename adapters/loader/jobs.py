@@ -204,6 +204,10 @@ IDLE_S = 60.0
 """Seconds without a job after which the processes that read adapters end. They take 200 MiB, and start in a second."""
 CHECKED_S = 1.0
 """The same while adapters were only checked, as at the start of a server."""
+SETTLE_S = 0.05
+"""A local adapter that cannot be read may be one that is just written, whose files are empty for a moment: if they
+change within so long, it is read again.
+"""
 
 
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
@@ -498,6 +502,7 @@ class Jobs:
         """Raises AdapterChanged for a folder that was being written: what was wrong there may be right soon."""
         source = self._sources[pin.source]
         if isinstance(source, ListedSource) and pin.source is SourceKind.LOCAL:
+            await asyncio.sleep(SETTLE_S)
             await asyncio.to_thread(source.unchanged, pin)
 
     @contextmanager
