@@ -73,6 +73,10 @@ def keep_objects() -> None:
     gc.set_threshold(GC_OBJECTS)
 
 
+REST_S = 10.0
+"""Seconds without requests after which a process returns freed memory."""
+
+
 def return_freed_memory() -> bool:
     """Return freed memory to the system, which the C library keeps where it lies between blocks in use. Takes
     milliseconds, without the GIL. Returns whether the library can.

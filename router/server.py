@@ -19,6 +19,7 @@ import structlog
 import uvloop
 
 from lorikeet.proto.process import (
+    REST_S,
     keep_objects,
     raise_file_limit,
     report_failure,
@@ -38,8 +39,6 @@ log = structlog.get_logger()
 
 SAME_REQUEST_S = 0.5
 """Signals that are less than this apart count as one: `timeout` sends two at once."""
-REST_S = 10.0
-"""Time without requests after which the memory that they have used is returned."""
 
 
 class RouterServer:

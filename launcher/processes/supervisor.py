@@ -228,7 +228,7 @@ class Signals:
                 signal.signal(number, handler)
 
     def wait(self, seconds: float) -> str | None:
-        """The name of the next signal, or None after `seconds`. One that arrives meanwhile is seen after them."""
+        """The name of the next signal, or None after `seconds`. One that comes meanwhile is returned at the end."""
         if not self._arrived:
             # not SimpleQueue.get(timeout): a handler that ran past the timeout would make it wait for ever (3.11, 3.12)
             time.sleep(seconds)

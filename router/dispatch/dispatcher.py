@@ -45,7 +45,7 @@ MAX_RETRIES = 64
 """A request that was retried so often fails with the shard's own error."""
 MAX_RELOADS = 3
 """A request whose adapter was loaded again so often, and still cannot be read by shards, fails."""
-BEYOND_PART = 8
+EXTRA_PART = 8
 """A server whose requests all run accepts this part of its limit in addition, from callers that have few of them."""
 
 
@@ -206,8 +206,8 @@ class Dispatcher:
         limit, num_active = self._config.max_concurrent_requests, self.num_active + num_coming
         if num_active < limit or self.in_flight.displaced_by(caller, self._queued) is not None:
             return
-        has_room = num_active < limit + max(1, limit // BEYOND_PART)
-        if not (has_room and self.in_flight.has_fewest(caller, self._queued)):
+        has_room = num_active < limit + max(1, limit // EXTRA_PART)
+        if not (has_room and self.in_flight.has_fewer(caller, self._queued)):
             raise Overloaded(self._retry_after())
 
     def _enqueue(self, generation: Generation) -> None:

@@ -302,8 +302,8 @@ class InFlight:
         )
         return newest if newest is not None and numbers[newest.request.caller] > numbers[caller] + 1 else None
 
-    def has_fewest(self, caller: str, queued: QueuedRequests) -> bool:
-        """Whether another caller has more requests, even after one more of `caller`."""
+    def has_fewer(self, caller: str, queued: QueuedRequests) -> bool:
+        """Whether another caller would still have more requests if `caller` had one more."""
         numbers = self.running + queued.numbers
         return max(numbers.values(), default=0) > numbers[caller] + 1
 

@@ -82,7 +82,7 @@ class Counter:
         return counter_family(self.name, self.text, labelled)
 
 
-class Numbers:
+class MetricGroup:
     """An object of counters and histograms."""
 
     def snapshot(self) -> Self:
@@ -96,7 +96,7 @@ class Numbers:
 def _snapshot(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _snapshot(each) for key, each in value.items()}
-    return value.snapshot() if isinstance(value, Counter | Histogram | Numbers) else value
+    return value.snapshot() if isinstance(value, Counter | Histogram | MetricGroup) else value
 
 
 def families(owner: object) -> Iterator[Metric]:
@@ -191,7 +191,7 @@ class AdapterLoad:
     """Shards that have it in a slot."""
 
 
-class AdapterMetrics(Numbers):
+class AdapterMetrics(MetricGroup):
     """Adapter metrics of one router. Observing is an addition or two."""
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ _FAMILIES = {
 }
 
 
-class SpeculationMetrics(Numbers):
+class SpeculationMetrics(MetricGroup):
     """Speculation metrics of one router. Observing is a few additions per message with draft tokens."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from lorikeet.router.metrics.groups import (
     Counter,
     Histogram,
     MayName,
-    Numbers,
+    MetricGroup,
     SpeculationMetrics,
     caller_label,
     counter_family,
@@ -64,7 +64,7 @@ _FORMER_REASONS = {
 """Values of `reason` of lorikeet_placements_total."""
 
 
-class LearningMetrics(Numbers):
+class LearningMetrics(MetricGroup):
     """Learning metrics of one router. A restarted shard counts from zero, so its earlier totals are kept."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class LearningMetrics(Numbers):
 PREFILL, DECODE = "prefill", "decode"
 
 
-class StepMetrics(Numbers):
+class StepMetrics(MetricGroup):
     """Step metrics of all shards of one router."""
 
     def __init__(self, durations: Sequence[float]) -> None:
@@ -207,7 +207,7 @@ def _counter(name: str, text: str, label: str = "") -> Counter:
     return Counter(f"lorikeet_{name}_total", text, label)
 
 
-class Metrics(Numbers):
+class Metrics(MetricGroup):
     """All metrics of one router. Routes report requests; the dispatcher reports generations and shards."""
 
     def __init__(

@@ -13,7 +13,7 @@ from lorikeet.router.metrics.groups import (
     AdapterLoad,
     Counter,
     Histogram,
-    Numbers,
+    MetricGroup,
     SpeculationMetrics,
     counter_family,
     families,
@@ -51,7 +51,7 @@ def _lengths(top: int) -> list[float]:
     return [value for power in range(10) for value in (10**power, 2 * 10**power, 5 * 10**power) if value <= top]
 
 
-class VllmMetrics(Numbers):
+class VllmMetrics(MetricGroup):
     """Metrics of one router that vLLM counts in buckets of its own. The rest is computed from our metrics."""
 
     def __init__(self, model_name: str, max_total_tokens: int, max_adapters: int) -> None:

@@ -14,7 +14,7 @@ import torch
 
 from lorikeet.shard.attention.base import AttentionBackend, AttentionSpec, LayerKV, NativeStep, Region
 from lorikeet.shard.batch.inputs import StepInputs
-from lorikeet.shard.system.memory import fresh
+from lorikeet.shard.system.memory import mapped_zeros
 from lorikeet.shard.system.native import library
 
 SOURCE = Path(__file__).with_name("cpu.c")
@@ -70,7 +70,7 @@ def fresh_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     for the first bytes: these are written in every server, and a huge page in every layer would be mostly empty.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    memory = fresh(num_bytes)
+    memory = mapped_zeros(num_bytes)
     if hasattr(mmap, "MADV_HUGEPAGE") and num_bytes > SMALL_PAGES_BYTES:
         memory.madvise(mmap.MADV_HUGEPAGE, SMALL_PAGES_BYTES)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

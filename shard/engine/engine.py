@@ -16,7 +16,7 @@ import torch
 
 from lorikeet.proto.grammars import ALL_EXCLUDED
 from lorikeet.proto.params import NO_SPECULATION, Verification
-from lorikeet.proto.process import return_freed_memory
+from lorikeet.proto.process import REST_S, return_freed_memory
 from lorikeet.shard.batch.inputs import Network, RankDesync
 from lorikeet.shard.engine.intake import Intake, StepWatch
 from lorikeet.shard.engine.step import (
@@ -57,8 +57,6 @@ COPY_WAIT_S = 0.001
 """The same while an adapter is being copied into its slot."""
 TRAINING_WAIT_S = 1.0
 """Longest sleep of an idle loop while heads are being trained."""
-REST_S = 10.0
-"""Time without requests after which freed memory goes back to the system."""
 STEP_TIME_CHANGE_S, STEP_TIME_CHANGE = 0.004, 0.2
 """An expected step time is sent to the routers if it differs from the last one by more than both: seconds, fraction."""
 STICKY_ERRORS = ("illegal", "misaligned", "unspecified launch failure", "assert", "hardware stack")

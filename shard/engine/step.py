@@ -464,11 +464,11 @@ def _sample(
     if not layout.has_drafts:
         return sampler.sample(logits, rows, positions)
     items = [part.item for part in layout.parts if part.sampled]
-    if sampler.can_verify_apart(rows, layout.drafted_rows):
+    if sampler.can_verify_independently(rows, layout.drafted_rows):
         counts = np.array([item.num_sampled for item in items], np.int64)
         if decode is not None:
             counts = np.concatenate([decode.counts, counts])
-        return sampler.verify_apart(logits, rows, counts, positions)
+        return sampler.verify_independently(logits, rows, counts, positions)
     drafts, firsts = [item.draft_ids for item in items], [item.end for item in items]
     if decode is not None:
         firsts = [*(decode.starts + 1).tolist(), *firsts]

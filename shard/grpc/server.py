@@ -32,7 +32,7 @@ HEARTBEAT_S = 0.25
 END_GRACE_S = 2.0
 MANY_SUBMITS = 256
 """Requests of a stream after which the next are read once the step loop has taken these."""
-AT_ONCE, REST_S = 32, 0.004
+AT_ONCE, PAUSE_S = 32, 0.004
 """Requests of a larger message that are read at once, about 2 ms, and the time until the next: this thread and the step
 loop share the interpreter's lock.
 """
@@ -141,7 +141,7 @@ class ShardService(shard_pb2_grpc.ShardServicer):
                     else:
                         async with self._reads_many:
                             self._inbox.put(read_command(epoch, part, bounds))
-                            await asyncio.sleep(REST_S)
+                            await asyncio.sleep(PAUSE_S)
                     num_submits += len(part.submits)
                     if num_submits >= MANY_SUBMITS:
                         num_submits = 0

@@ -211,11 +211,11 @@ class Sampler:
         self._commit_state(block, sampled, on_device)
         return sampled.start_copy()
 
-    def can_verify_apart(self, rows: Sequence[int], drafted: Sequence[int]) -> bool:
-        """Whether `verify_apart` can sample for these rows, some of them drafted."""
+    def can_verify_independently(self, rows: Sequence[int], drafted: Sequence[int]) -> bool:
+        """Whether `verify_independently` can sample for these rows, some of them drafted."""
         return self._depending.isdisjoint(drafted if self.can_sample_in_graph(rows) else rows)
 
-    def verify_apart(
+    def verify_independently(
         self, logits: torch.Tensor, rows: Sequence[int], counts: npt.NDArray[np.int64], positions: torch.Tensor
     ) -> Sampled:
         """`verify` where no token depends on a draft: all are sampled together, by one launch where kernels sample all

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lorikeet.shard.system.memory import fresh
+from lorikeet.shard.system.memory import mapped_zeros
 from lorikeet.shard.system.native import library
 
 LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
@@ -65,9 +65,9 @@ class HistoryIndex:
         """Raises CompilerMissing."""
         num_blocks = max(2, max(max_bytes, MIN_BYTES) // (BYTES_PER_TOKEN * BLOCK))
         # [num_blocks * BLOCK]
-        self._tokens = np.frombuffer(fresh(num_blocks * BLOCK * 4), np.uint32)
+        self._tokens = np.frombuffer(mapped_zeros(num_blocks * BLOCK * 4), np.uint32)
         # [num_blocks * BLOCK * ENTRIES_PER_TOKEN]
-        self._table = np.frombuffer(fresh(num_blocks * BLOCK * ENTRIES_PER_TOKEN * 4), np.uint32)
+        self._table = np.frombuffer(mapped_zeros(num_blocks * BLOCK * ENTRIES_PER_TOKEN * 4), np.uint32)
         # [num_blocks], 0 for none
         self._owners = np.zeros(num_blocks, np.int64)
         self._lengths = np.array(LENGTHS, np.int32)

@@ -3,7 +3,7 @@
 import mmap
 
 
-def fresh(num_bytes: int) -> mmap.mmap:
+def mapped_zeros(num_bytes: int) -> mmap.mmap:
     """Zeros that take memory only when they are first written. Those of numpy and ctypes may take it at once: where the
     C library has freed memory of that size, it clears it.
     """

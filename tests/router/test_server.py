@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -10,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -299,10 +301,18 @@ async def test_memory_is_returned_once_after_requests(monkeypatch: pytest.Monkey
     metrics.request_arrived()
     await asyncio.sleep(0.1)
     assert not returned
-    dispatcher.num_active = 0
-    async with asyncio.timeout(10):
-        while not returned:  # noqa: ASYNC110 - another task
-            await asyncio.sleep(0.01)
+    cycle = type("Cycle", (), {})()
+    cycle.itself, alive = cycle, weakref.ref(cycle)
+    del cycle
+    gc.disable()
+    try:
+        dispatcher.num_active = 0
+        async with asyncio.timeout(10):
+            while not returned:  # noqa: ASYNC110 - another task
+                await asyncio.sleep(0.01)
+    finally:
+        gc.enable()
+    assert alive() is None, "an error and the frames that it passed refer to each other"
     await asyncio.sleep(0.1)
     assert returned == [1.0]
     returning.cancel()

@@ -63,7 +63,7 @@ def read_tokenizer(folder: Path, name: str, file: GgufFile, config: PreTrainedCo
 
 
 def class_for(config: PreTrainedConfig) -> Any:
-    """The class that AutoTokenizer takes for a `.gguf` file, after it has read the configuration again for seconds."""
+    """The class that AutoTokenizer would choose, which would first read the configuration again for seconds."""
     found = TOKENIZER_MAPPING.get(type(config), PreTrainedTokenizerFast)
     return PreTrainedTokenizerFast if found.__name__ == "MistralCommonBackend" else found  # that one reads other files
 

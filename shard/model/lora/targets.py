@@ -21,7 +21,7 @@ from lorikeet.shard.batch.inputs import StepInputs
 from lorikeet.shard.batch.row_groups import AdapterRows
 from lorikeet.shard.model.kernels.pairs import PairTasks, SortedPairs
 from lorikeet.shard.model.lora.partition import Partition
-from lorikeet.shard.system.memory import fresh
+from lorikeet.shard.system.memory import mapped_zeros
 from lorikeet.shard.system.native import CompilerMissing, library
 
 MOST_RANK = {"cpu": 4096, "cuda": 512}
@@ -219,7 +219,7 @@ class LoraTarget:
         self.slots = [None] * (num_slots + sums.num_sums)
         kind = _Weights * (num_slots + sums.num_sums)
         # a thousand slots of each module: most are never used
-        self.table = kind.from_buffer(fresh(ctypes.sizeof(kind)))
+        self.table = kind.from_buffer(mapped_zeros(ctypes.sizeof(kind)))
         self._sums = sums
         for index in range(sums.num_sums):
             self.table[num_slots + index].sum = ctypes.addressof(sums.table) + index * ctypes.sizeof(_Composition)

@@ -274,7 +274,7 @@ def test_one_launch_verifies_drafts_of_the_device_as_they_are_verified_one_by_on
                 drafts.add(index, row, range(firsts[index], firsts[index] + counts[index]), Source.LOOKUP, (0, 0))
             at = positions.to(DEVICE)
             if is_fused:
-                sampled = sampler.verify_apart(logits, rows, counts, at)
+                sampled = sampler.verify_independently(logits, rows, counts, at)
             else:
                 zeros = [[0] * width for width in widths]
                 sampled = sampler.verify(logits, rows, [0] * 3, zeros, None, drafts, at)

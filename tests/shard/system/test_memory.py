@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lorikeet.shard.speculation.history_index import HistoryIndex
-from lorikeet.shard.system.memory import fresh
+from lorikeet.shard.system.memory import mapped_zeros
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
 
@@ -19,7 +19,7 @@ def num_resident() -> int:
 
 def test_fresh_memory_is_zeros_and_takes_memory_when_it_is_written() -> None:
     before = num_resident()
-    memory = fresh(64 << 20)
+    memory = mapped_zeros(64 << 20)
     assert num_resident() - before < 4 << 20
     assert memory[: 1 << 20] == bytes(1 << 20)
     memory[: 16 << 20] = b"x" * (16 << 20)
