@@ -151,8 +151,12 @@ class Launched:
                 return line
 
     def wait_until_ready(self, num_shards: int = 1) -> Self:
+        """With all of its shards: the first one makes a server ready, and on a busy machine others begin later."""
         self.wait_for("is ready at")
-        assert len(self.children()) == 2 + num_shards
+        end = time.monotonic() + START_S
+        while len(self.children()) != 2 + num_shards:
+            assert time.monotonic() < end, self.output
+            time.sleep(0.05)
         return self
 
     def signal(self, number: int) -> None:
