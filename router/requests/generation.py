@@ -8,7 +8,7 @@ kept until an answer is complete. Sizes are estimates of the objects, from their
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol, Self
 
@@ -17,6 +17,7 @@ from lorikeet.proto.draft_sources import BY_VALUE, SOURCE_NAMES
 from lorikeet.proto.grammars import ALL_EXCLUDED, TOO_SLOW
 from lorikeet.router.errors import AnswerTooLarge, DeadlineExceeded, GenerationFailed, RouterError, ValidationError
 from lorikeet.router.requests.request import (
+    Alternatives,
     FinishReason,
     GenerationRequest,
     OutputChunk,
@@ -482,8 +483,8 @@ class Generation:
                 self._writer = None
         chunk = OutputChunk(self._tokens, self._text, self.finish_reason, self.num_cached, stop_reason=self.stop_reason)
         if self._prefill is not None:
-            count, text_of = self.request.logprobs.prefill_alternatives, self.tokenizer.token_text
-            chunk.prefill = PromptScores(self.request.prompt_ids, self._prefill, count, text_of)
+            count = self.request.logprobs.prefill_alternatives
+            chunk.prefill = PromptScores(self.request.prompt_ids, self._prefill, count, self.tokenizer)
             self._prefill = None
         if self.read_texts is not None:
             self.read_texts.append(self._text)
@@ -666,7 +667,8 @@ class Generation:
             token = OutputToken(token_id, text, logprob, token_id in special_ids, skipped, source)
             if num_alternatives:
                 span = slice(index * num_alternatives, (index + 1) * num_alternatives)
-                token.alternatives = self._scored(output.alternative_ids[span], output.alternative_logprobs[span])
+                ids_there, logprobs_there = output.alternative_ids[span], output.alternative_logprobs[span]
+                token.alternatives = Alternatives.of(ids_there, logprobs_there, self.tokenizer)
             tokens.append(token)
             self.num_skipped += skipped
             skipped = bool(step_ends) and not step_ends[index]
@@ -704,10 +706,6 @@ class Generation:
                 num_held = 0 if finder is None else len(finder.flush()[0])
                 return stop.num_beyond + sum(len(later) for later, _ in parts[at + 1 :]) + num_held
         return 0
-
-    def _scored(self, ids: Iterable[int], logprobs: Iterable[float]) -> list[tuple[int, str, float]]:
-        text = self.tokenizer.token_text
-        return [(token_id, text(token_id), logprob) for token_id, logprob in zip(ids, logprobs, strict=True)]
 
     def _end_at_stop(self, is_last: bool) -> None:
         # LoRAX tests the length first, and its text is the same either way; OpenAI's clients expect "stop".

@@ -6,11 +6,12 @@ The name of a request's adapter is resolved and authorised; its content (the dig
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from functools import cached_property, partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 from starlette.requests import Request
 
@@ -225,8 +226,38 @@ class GenerationRequest:
         return [name for name, value in masks.items() if value]
 
 
-Alternatives = list[tuple[int, str, float]]
-"""Id, text and log probability of tokens that are possible at one position, the likeliest first."""
+@dataclass(frozen=True, slots=True)
+class Alternatives:
+    """Tokens that are possible at one position, the likeliest first. They stay numbers until an answer is written: as
+    objects, 200 of them cost more time and memory than all else of a token.
+    """
+
+    ids: "array[int]"
+    logprobs: "array[float]"
+    tokenizer: Tokenizer
+
+    @classmethod
+    def of(cls, ids: Iterable[int], logprobs: Iterable[float], tokenizer: Tokenizer) -> Self:
+        """Raises ValueError where ids and log probabilities differ in number."""
+        alternatives = cls(array("Q", ids), array("f", logprobs), tokenizer)
+        if len(alternatives.ids) != len(alternatives.logprobs):
+            raise ValueError("alternatives and their log probabilities differ in number")
+        return alternatives
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __iter__(self) -> Iterator[tuple[int, str, float]]:
+        """Id, text and log probability of each."""
+        return zip(self.ids, map(self.tokenizer.token_text, self.ids), self.logprobs, strict=True)
+
+    def first(self, count: int) -> "Alternatives":
+        """The likeliest `count`."""
+        return self if count >= len(self) else self.part(slice(count))
+
+    def part(self, span: slice) -> "Alternatives":
+        """Some of them."""
+        return Alternatives(self.ids[span], self.logprobs[span], self.tokenizer)
 
 
 @dataclass(slots=True)
@@ -258,7 +289,7 @@ class PromptScores:
     ids: Sequence[int]
     output: pb.RequestOutput
     num_alternatives: int
-    text_of: Callable[[int], str]
+    tokenizer: Tokenizer
 
     @property
     def num_entries(self) -> int:
@@ -273,16 +304,18 @@ class PromptScores:
     def tokens(self) -> Iterator[tuple[int, str, float | None]]:
         """Id, text and log probability of each token; the first has none."""
         values: Iterable[float | None] = (None, *self.output.prefill_logprobs)
-        return ((token_id, self.text_of(token_id), value) for token_id, value in zip(self.ids, values, strict=False))
+        return (
+            (token_id, self.tokenizer.token_text(token_id), value)
+            for token_id, value in zip(self.ids, values, strict=False)
+        )
 
     def alternatives(self) -> Iterator[Alternatives]:
         """Those of each token; none of the first."""
-        ids, logprobs = list(self.output.prefill_alternative_ids), list(self.output.prefill_alternative_logprobs)
-        count = self.num_alternatives
-        yield []
+        ids, logprobs = self.output.prefill_alternative_ids, self.output.prefill_alternative_logprobs
+        every, count = Alternatives.of(ids, logprobs, self.tokenizer), self.num_alternatives
+        yield every.first(0)
         for index in range(len(self.ids) - 1):
-            span = slice(index * count, (index + 1) * count)
-            yield [(other, self.text_of(other), value) for other, value in zip(ids[span], logprobs[span], strict=True)]
+            yield every.part(slice(index * count, (index + 1) * count))
 
 
 @dataclass(slots=True)

@@ -126,7 +126,7 @@ class CompletionsRoute(OpenAIRoute[CompletionFields]):
         """`logprobs` of an echoed prompt; its first token has no probability."""
         as_ids, count = params.report.tokens_as_ids, params.num_logprobs
         shown = [
-            self._shown(token_id, logprob, best[:count], as_ids)
+            self._shown(token_id, logprob, best.first(count or 0), as_ids)
             for (token_id, _, logprob), best in zip(scores.tokens(), scores.alternatives(), strict=True)
         ]
         return {

@@ -5,7 +5,9 @@
 
 from collections.abc import AsyncGenerator
 from functools import partial
-from typing import Any
+from itertools import islice
+from typing import Any, ClassVar, Self
+from weakref import WeakKeyDictionary
 
 import orjson
 from starlette.requests import Request
@@ -41,7 +43,7 @@ from lorikeet.router.api.streaming import ClientWatch, EventStream, EventWriter,
 from lorikeet.router.error_answers import lorax_body
 from lorikeet.router.errors import RouterError, ValidationError
 from lorikeet.router.requests.generation import Generation
-from lorikeet.router.requests.request import Adapter, GenerationRequest, OutputToken
+from lorikeet.router.requests.request import Adapter, Alternatives, GenerationRequest, OutputToken
 from lorikeet.router.schemas.native import (
     CompatGenerateRequest,
     GenerateRequest,
@@ -267,7 +269,7 @@ class NativeRoutes(Routes):
             special_ids = self._service.tokenizer.special_ids
             fields["top_tokens"] = [
                 {"id": token_id, "text": text, "logprob": round(logprob, 7), "special": token_id in special_ids}
-                for token_id, text, logprob in (token.alternatives or ())[: parameters.top_n_tokens]
+                for token_id, text, logprob in islice(token.alternatives or (), parameters.top_n_tokens)
             ]
         return fields
 
@@ -326,13 +328,38 @@ def token_fields(token: OutputToken, num_alternatives: int) -> dict[str, Any]:
         "special": token.special,
     }
     if num_alternatives and token.alternatives is not None:
-        shown["alternative_tokens"] = [
-            {"id": token_id, "text": text, "logprob": round(logprob, 7)}
-            for token_id, text, logprob in token.alternatives[:num_alternatives]
-        ]
+        shown["alternative_tokens"] = _alternatives_json(token.alternatives.first(num_alternatives))
     shown["skipped"] = token.skipped
     shown["source"] = SOURCE_NAMES[token.source]
     return shown
+
+
+class _AlternativeFormats(dict[int, bytes]):
+    """LoRAX's JSON of each token of a tokenizer as an alternative, with `%.7f` for its log probability."""
+
+    of: ClassVar[WeakKeyDictionary[Tokenizer, Self]] = WeakKeyDictionary()
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._text_of = tokenizer.vocabulary.text
+
+    def __missing__(self, token_id: int) -> bytes:
+        if len(self) >= _MAX_FORMATS:
+            self.clear()
+        text = orjson.dumps(self._text_of(token_id)).replace(b"%", b"%%")
+        self[token_id] = made = b'{"id":%d,"text":%b,"logprob":%%.7f}' % (token_id, text)
+        return made
+
+
+_MAX_FORMATS = 1 << 16
+
+
+def _alternatives_json(alternatives: Alternatives) -> orjson.Fragment:
+    """LoRAX's list of alternatives, as JSON. A token may have 256: formatted by hand, which takes 0.4 of the time."""
+    formats = _AlternativeFormats.of.get(alternatives.tokenizer)
+    if formats is None:
+        formats = _AlternativeFormats.of[alternatives.tokenizer] = _AlternativeFormats(alternatives.tokenizer)
+    entries = b",".join(map(formats.__getitem__, alternatives.ids)) % tuple(alternatives.logprobs)
+    return orjson.Fragment(b"[%b]" % entries.replace(b'"logprob":-inf}', b'"logprob":null}'))
 
 
 def listed(report: ReportFields, num_alternatives: int | None, tokens: list[OutputToken]) -> dict[str, Any]:

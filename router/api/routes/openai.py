@@ -234,7 +234,7 @@ class OpenAIRoute(Routes, ABC, Generic[Params]):
             if logprob is None:
                 shown.append(None)
                 continue
-            entries = [(rank, (token_id, text, logprob)), *enumerate(best[:count], 1)]
+            entries = [(rank, (token_id, text, logprob)), *enumerate(best.first(count), 1)]
             shown.append(
                 {
                     str(other): {"logprob": max(value, LOWEST_LOGPROB), "rank": place, "decoded_token": other_text}

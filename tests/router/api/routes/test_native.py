@@ -1,13 +1,18 @@
 """LoRAX's generation routes: shapes, order of keys, headers, framing, and what each parameter does."""
 
 import json
+import math
 import threading
 from typing import Any
 
 import httpx
+import orjson
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lorikeet.router.api.routes import native
+from lorikeet.router.requests.request import Alternatives
 from lorikeet.router.schemas.native import GenerateParameters
 from tests.router.serving import MODEL_ID, Serving
 
@@ -251,6 +256,34 @@ async def test_large_details_are_put_together_off_the_event_loop(
     assert len(few["details"]["tokens"][0]["alternative_tokens"]) == 2
     assert len(many["details"]["tokens"][99]["alternative_tokens"]) == 200
     assert [thread is threading.main_thread() for thread in threads] == [True, False]
+
+
+class Spelled:
+    """A tokenizer whose texts a format could misread."""
+
+    texts = ("%", "%s%%", '"logprob":-inf}', "\\é\n", "", "\ufffd")
+
+    class vocabulary:
+        @staticmethod
+        def text(token_id: int) -> str:
+            return Spelled.texts[token_id]
+
+    def token_text(self, token_id: int) -> str:
+        return self.texts[token_id]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, len(Spelled.texts) - 1), st.floats(max_value=0.0, allow_nan=False, width=32))),
+    st.integers(0, 8),
+)
+def test_alternatives_are_written_as_from_objects(entries: list[tuple[int, float]], count: int) -> None:
+    tokenizer: Any = Spelled()
+    alternatives = Alternatives.of([number for number, _ in entries], [value for _, value in entries], tokenizer)
+    written = json.loads(orjson.dumps(native._alternatives_json(alternatives.first(count))))
+    assert written == [
+        {"id": number, "text": Spelled.texts[number], "logprob": None if value == -math.inf else round(value, 7)}
+        for number, value in entries[:count]
+    ]
 
 
 async def test_alternative_tokens(server: Serving) -> None:
