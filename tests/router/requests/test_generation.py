@@ -265,7 +265,8 @@ def test_a_prompt_of_one_token_has_one_without_log_probability(tokenizer: Tokeni
     fed.feed([60])
     scores = fed.chunk().prefill
     assert scores is not None
-    assert [*scores.tokens()] == [(40, tokenizer.token_text(40), None)] and [len(entries) for entries in scores.alternatives()] == [0]
+    assert [*scores.tokens()] == [(40, tokenizer.token_text(40), None)]
+    assert [len(entries) for entries in scores.alternatives()] == [0]
 
 
 @pytest.mark.parametrize(

@@ -137,6 +137,13 @@ def test_negative_zero_is_zero() -> None:
     assert most_likely(torch.tensor([[-1.0, -0.0, 0.0]]), 3).tolist() == [[1, 2, 0]]
 
 
+def test_a_row_that_is_not_a_number_leaves_the_others_alone() -> None:
+    scores = torch.tensor([[3.0, 1.0, 3.0], [math.nan, 1.0, 2.0], [-math.inf, 0.0, -math.inf]])
+    ids = most_likely(scores, 3)
+    assert ids[[0, 2]].tolist() == [[0, 2, 1], [1, 0, 2]]
+    assert sorted(ids[1].tolist()) == [0, 1, 2]
+
+
 def test_slow_rows_are_logged_at_each_power_of_two() -> None:
     with structlog.testing.capture_logs() as logs:
         slow = SlowRows()
