@@ -516,7 +516,7 @@ class AdapterState(_message.Message):
     def __init__(self, digest: _Optional[str] = ..., residency: _Optional[_Union[AdapterState.Residency, str]] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class TokenColumns(_message.Message):
-    __slots__ = ("ids", "token_ids", "logprobs", "alternative_ids", "alternative_logprobs", "num_tokens", "sources", "num_drafted", "num_accepted", "seconds")
+    __slots__ = ("ids", "token_ids", "logprobs", "alternative_ids", "alternative_logprobs", "num_tokens", "sources", "num_drafted", "num_accepted", "draft_sources", "seconds")
     IDS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -526,6 +526,7 @@ class TokenColumns(_message.Message):
     SOURCES_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_SOURCES_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
     ids: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -536,8 +537,9 @@ class TokenColumns(_message.Message):
     sources: bytes
     num_drafted: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: _containers.RepeatedScalarFieldContainer[int]
+    draft_sources: bytes
     seconds: _containers.RepeatedScalarFieldContainer[float]
-    def __init__(self, ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., num_drafted: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., seconds: _Optional[_Iterable[float]] = ...) -> None: ...
+    def __init__(self, ids: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., alternative_ids: _Optional[_Iterable[int]] = ..., alternative_logprobs: _Optional[_Iterable[float]] = ..., num_tokens: _Optional[_Iterable[int]] = ..., sources: _Optional[bytes] = ..., num_drafted: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[_Iterable[int]] = ..., draft_sources: _Optional[bytes] = ..., seconds: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class RequestOutput(_message.Message):
     __slots__ = ("id", "token_ids", "sources", "logprobs", "alternative_ids", "alternative_logprobs", "num_drafted", "num_accepted", "num_cached_tokens", "finish_reason", "error", "prefill_logprobs", "prefill_alternative_ids", "prefill_alternative_logprobs", "step_ends", "retryable", "draft_seconds", "verify_seconds", "accept_seconds", "prefill_ranks", "in_step", "pooled")

@@ -7,8 +7,10 @@ import re
 import tomllib
 from pathlib import Path
 
-TAKES_COLUMNS = ("takes-columns", "1")
-"""Metadata of a stream whose router reads `StepOutput.columns`; routers of version 0.1 do not."""
+TAKES_COLUMNS = ("takes-columns", "2")
+"""Metadata of a stream whose router reads `StepOutput.columns`. Routers of version 0.1 do not, and those that send "1"
+take all drafts in columns for prompt lookup's: a shard sends both of them an output of each request.
+"""
 _PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 

@@ -373,15 +373,15 @@ def drafted_outputs(columns: pb.TokenColumns) -> Iterator[pb.RequestOutput]:
     """
     num_rows, num_tokens = len(columns.ids), len(columns.token_ids)
     k = len(columns.alternative_ids) // max(num_tokens, 1)
-    lengths = [len(columns.num_tokens), len(columns.num_drafted), len(columns.num_accepted)]
+    lengths = [len(columns.num_tokens), len(columns.num_drafted), len(columns.num_accepted), len(columns.draft_sources)]
     by_token = [sum(columns.num_tokens), len(columns.sources), len(columns.logprobs) or num_tokens]
     alternatives = [len(columns.alternative_ids), len(columns.alternative_logprobs)]
-    is_valid = lengths == 3 * [num_rows] and by_token == 3 * [num_tokens] and alternatives == 2 * [k * num_tokens]
+    is_valid = lengths == 4 * [num_rows] and by_token == 3 * [num_tokens] and alternatives == 2 * [k * num_tokens]
     if not is_valid or len(columns.seconds) != 3:
         raise ValueError("columns differ in length")
-    place, first = list(BY_VALUE).index(pb.SOURCE_LOOKUP), 0
-    rows = zip(columns.ids, columns.num_tokens, columns.num_drafted, columns.num_accepted, strict=True)
-    for wire_id, count, num_drafted, num_accepted in rows:
+    first, counts = 0, (columns.num_tokens, columns.num_drafted, columns.num_accepted)
+    rows = zip(columns.ids, columns.draft_sources, *counts, strict=True)
+    for wire_id, source, count, num_drafted, num_accepted in rows:
         span = slice(first, first + count)
         of_alternatives = slice(k * first, k * (first + count))
         first += count
@@ -395,7 +395,7 @@ def drafted_outputs(columns: pb.TokenColumns) -> Iterator[pb.RequestOutput]:
             alternative_logprobs=columns.alternative_logprobs[of_alternatives],
         )
         if num_drafted:
-            output.num_drafted.extend(num_drafted * (index == place) for index in range(len(BY_VALUE)))
+            output.num_drafted.extend(num_drafted * (source == other) for other in BY_VALUE)
             output.num_accepted = num_accepted
             output.draft_seconds, output.verify_seconds, output.accept_seconds = columns.seconds
         yield output

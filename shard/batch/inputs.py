@@ -104,6 +104,9 @@ class HeadsRow(NamedTuple):
     """Heads 1 … num_drafts propose one token each, head j the one j positions after the row's own."""
 
 
+HeadsRows = npt.NDArray[np.int32]
+"""[n, 3] several `HeadsRow`."""
+NO_HEADS: HeadsRows = np.empty((0, 3), np.int32)
 MOST_ARRAYS = 32
 """Arrays of a padded step, those of the attention backend included."""
 Positions = npt.NDArray[np.int64]
@@ -136,7 +139,7 @@ class StepInputs:
         self.next_positions = torch.empty(0, dtype=torch.long, device=device)
         # [S + E] of a padded step: rows of device state that it samples for, -1 for logits that it only computes
         self.sampled_rows = torch.empty(0, dtype=torch.long, device=device)
-        self.heads: list[HeadsRow] = []
+        self.heads = NO_HEADS
         """Rows of heads' draft tokens follow the S rows whose logits are wanted, in this order: E in all."""
         self.adapter_rows = NO_ADAPTERS
         """Adapter rows of the T tokens."""
@@ -190,7 +193,7 @@ class StepInputs:
         input_ids: torch.Tensor,
         logits_rows: torch.Tensor,
         host_rows: Sequence[int] | Indices | None = None,
-        heads: Sequence[HeadsRow] = (),
+        heads: Sequence[HeadsRow] | HeadsRows = (),
         on_device: DeviceTokens | None = None,
         sampled_rows: Sequence[int] = (),
     ) -> None:
@@ -199,12 +202,13 @@ class StepInputs:
         tokens that only the device knows; sampled_rows: rows of device state of the first of the S, whose tokens a
         captured step may sample.
         """
-        self.num_wanted, self.num_drafts = logits_rows.shape[0], sum(each.num_drafts for each in heads)
+        self.heads = as_array(heads)
+        self.num_wanted, self.num_drafts = logits_rows.shape[0], int(self.heads[:, 2].sum())
         if not isinstance(segments, Segments):
             segments = Segments.of(segments, self.page_size)
         if not self.adds_on_device and self.num_accepted is not None:
             segments = segments.settled(self.num_accepted.numpy())
-        self.heads, self._host_rows = list(heads), host_rows
+        self._host_rows = host_rows
         if host_rows is None and _is_on_host(logits_rows):
             self._host_rows = logits_rows.tolist()
         self.bounds, self._on_device = None, on_device
@@ -227,7 +231,7 @@ class StepInputs:
         self._fill_adapters(positions)
         if self.head_groups is not None and self.num_draft_rows:
             num_padded = None if self.bounds is None else self.bounds.num_drafts
-            self.head_groups.fill(as_array(self.heads), self.upload, num_padded)
+            self.head_groups.fill(self.heads, self.upload, num_padded)
 
     def send(self) -> None:
         """Start to copy a padded step to the device, after `fill` and the attention backend's `prepare`."""
@@ -417,9 +421,8 @@ class StepInputs:
         # [S] -1 for rows that are padding
         head_slots = np.full(self.logits_rows.shape[0], -1, np.int32)
         head_slots[: len(wanted)] = wanted
-        if self.heads:
-            drafted = [heads.row for heads in self.heads for _ in range(heads.num_drafts)]
-            head_slots = np.concatenate([head_slots, head_slots[np.asarray(drafted, np.int64)]])
+        if len(self.heads):
+            head_slots = np.concatenate([head_slots, head_slots[np.repeat(self.heads[:, 0], self.heads[:, 2])]])
         self.adapter_rows, self.head_adapter_rows = AdapterRows(row_slots, owners), AdapterRows(head_slots)
         if self._groups is not None:
             self.adapter_rows.groups, self.head_adapter_rows.groups = self._groups

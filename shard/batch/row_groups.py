@@ -190,6 +190,6 @@ class HeadGroups:
         self.tasks = sent.view(-1, 4)
 
 
-def as_array(wanted: Sequence[tuple[int, int, int]]) -> npt.NDArray[np.int32]:
+def as_array(wanted: Sequence[tuple[int, int, int]] | npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """[n, 3] row, slot, number of draft tokens."""
-    return np.array(wanted, np.int32).reshape(-1, 3)
+    return np.asarray(wanted, np.int32).reshape(-1, 3)

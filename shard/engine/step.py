@@ -553,7 +553,8 @@ def drafted_columns(
     sources = np.full(len(rows), Source.LOOKUP, np.uint8)
     sources[ends - 1] = own
     columns = TokenColumns(group.epoch, ids, sampled.token_ids[rows])
-    columns.drafts = ColumnDrafts(num_taken, sources, num_drafted, num_accepted, seconds)
+    draft_sources = np.full(len(indices), Source.LOOKUP, np.uint8)
+    columns.drafts = ColumnDrafts(num_taken, sources, num_drafted, num_accepted, draft_sources, seconds)
     if group.has_logprobs:
         columns.logprobs = sampled.logprobs[rows]
     if k := group.num_alternatives:

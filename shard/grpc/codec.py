@@ -305,6 +305,7 @@ def write_columns(columns: TokenColumns, message: pb.TokenColumns) -> None:
         message.sources = drafts.sources.tobytes()
         message.num_drafted.extend(drafts.num_drafted.tolist())
         message.num_accepted.extend(drafts.num_accepted.tolist())
+        message.draft_sources = drafts.draft_sources.tobytes()
         message.seconds.extend(drafts.seconds)
 
 

@@ -133,7 +133,7 @@ class Output:
 
 @dataclass(slots=True)
 class ColumnDrafts:
-    """What a step with drafts of prompt lookup gave n requests."""
+    """What a step with drafts gave n requests."""
 
     num_tokens: npt.NDArray[np.int64]
     """[n] tokens of each."""
@@ -143,6 +143,8 @@ class ColumnDrafts:
     """[n] drafts that were verified."""
     num_accepted: npt.NDArray[np.int64]
     """[n]."""
+    draft_sources: npt.NDArray[np.uint8]
+    """[n] what proposed the drafts, any without."""
     seconds: tuple[float, float, float]
     """As `Output.seconds`, for all of them."""
 
@@ -187,7 +189,8 @@ class TokenColumns:
             if drafts is not None:
                 output.sources, output.step_ends = drafts.sources[span].tobytes(), bytes(count - 1) + STEP_END
                 if num_drafted := int(drafts.num_drafted[index]):
-                    output.num_drafted = tuple(num_drafted * (source == Source.LOOKUP) for source in BY_VALUE)
+                    own = int(drafts.draft_sources[index])
+                    output.num_drafted = tuple(num_drafted * (source == own) for source in BY_VALUE)
                     output.num_accepted, output.seconds = int(drafts.num_accepted[index]), drafts.seconds
             if self.logprobs is not None:
                 output.logprobs = self.logprobs[span].tolist()

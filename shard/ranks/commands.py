@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from lorikeet.proto.params import Composition
-from lorikeet.shard.batch.inputs import HeadsRow
+from lorikeet.shard.batch.inputs import HeadsRows
 from lorikeet.shard.batch.padding import Bounds, Padding
 from lorikeet.shard.batch.segments import Segment
 
@@ -69,7 +69,7 @@ class StepCommand(NamedTuple):
     num_tokens: int
     token_ids: Sequence[int] | None
     logits_rows: Sequence[int]
-    heads: Sequence[HeadsRow]
+    heads: HeadsRows
 
 
 class Read(NamedTuple):

@@ -117,9 +117,9 @@ class FakeModel:
             else:
                 logits[row] = float("nan")
         at = len(inputs.logits_rows)
-        for heads in inputs.heads:
-            states = [self.slots[slot] for slot in seen[int(inputs.logits_rows[heads.row])]]
-            for draft_id in self.heads(states, heads.num_drafts):
+        for row, _, num_drafts in inputs.heads.tolist():
+            states = [self.slots[slot] for slot in seen[int(inputs.logits_rows[row])]]
+            for draft_id in self.heads(states, num_drafts):
                 logits[at] = torch.nn.functional.one_hot(torch.tensor(draft_id), VOCAB_SIZE)
                 at += 1
         return logits

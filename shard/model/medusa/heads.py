@@ -17,6 +17,7 @@ from functools import partial
 from itertools import accumulate, groupby
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 from torch.nn import functional
@@ -126,8 +127,9 @@ class HeadsPool:
     def prepare(self) -> None:
         """Check a step whose heads a device computes. Raises RuntimeError for heads that are not in their slots."""
         if self.kernels is not None:
-            for _, slot, num_drafts in self._inputs.heads:
-                self._heads(slot, num_drafts)
+            _, slots, num_drafts = self._inputs.heads.T
+            for slot in np.unique(slots).tolist():
+                self._heads(slot, int(num_drafts[slots == slot].max()))
 
     def _before(self, _: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
         """Append the draft rows to the output head's input, [1, rows, H]."""
@@ -142,7 +144,7 @@ class HeadsPool:
             return (self.kernels.draft(rows)[None], *args[1:])
         if self._inputs.bounds is not None:
             raise RuntimeError("Medusa heads in a padded step need kernels of a device")
-        drafts = self._draft(rows, drafting)
+        drafts = self._draft(rows, [HeadsRow(*each) for each in drafting.tolist()])
         return (torch.cat([rows, drafts])[None], *args[1:])
 
     def _draft(self, rows: torch.Tensor, drafting: Sequence[HeadsRow]) -> torch.Tensor:
