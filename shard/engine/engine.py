@@ -329,17 +329,17 @@ class Engine:
         self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
         self.scheduler.prompt_chunks.observe(step.plan.num_prompt_tokens, step.load.num_tokens, elapsed)
         if draft_length.is_used:
-            draft_length.observe(scheduled, load, elapsed, draft_seconds)
+            draft_length.observe(scheduled, load, elapsed, draft_seconds, step.layout.num_heads > 0)
         self._committed_at = now
 
     def _commit_decoding(self, decode: DecodeStep, results: HostResults, seconds: tuple[float, float, float]) -> None:
         """Commit a step's part of the requests that only decode: as columns where they continue, else one by one."""
-        sampled, num_tokens, drafting, verified = results.columns, decode.num_tokens, decode.members.drafting, None
-        assert sampled is not None
+        columns, num_tokens, drafting, verified = results.columns, decode.num_tokens, decode.members.drafting, None
+        assert columns is not None
         if len(drafting):
             verified = VerifiedDrafts(results.draft_ids[: len(drafting)], results.match_lengths[: len(drafting)])
-        token_ids, is_bad = sampled.token_ids[:num_tokens], sampled.bad[:num_tokens]
-        committed = self.scheduler.decoding.commit(decode, token_ids, is_bad, verified)
+        token_ids, is_bad = columns.token_ids[:num_tokens], columns.bad[:num_tokens]
+        committed = self.scheduler.decoding.commit(decode, token_ids, is_bad, verified, results.head_ids)
         self.scheduler.proposer.committed_rows(decode, committed)
         continues = committed.continues
         do_all = np.count_nonzero(continues) == len(continues)
@@ -347,13 +347,15 @@ class Engine:
             if not (do_all or continues[group.indices].any()):
                 continue
             if decode.has_drafts:
-                self._outputs.append(drafted_columns(group, decode, sampled, committed, seconds))
+                self._outputs.append(drafted_columns(group, decode, columns, committed, seconds))
             else:
-                self._outputs.append(decoded_columns(group, sampled, None if do_all else continues))
+                self._outputs.append(decoded_columns(group, columns, None if do_all else continues))
         for index in [] if do_all else np.flatnonzero(~continues).tolist():
             item, first = decode.item(index), int(decode.firsts[index])
             on_device = int(np.searchsorted(drafting, index)) if item.request.drafts_on_device else -1
-            part = Part(item, range(first, first + 1 + int(decode.widths[index])), on_device=on_device)
+            sampled, first_heads = range(first, first + item.num_sampled), int(decode.first_heads[index])
+            heads = range(first_heads, first_heads + len(sampled) * item.num_heads)
+            part = Part(item, sampled, heads=heads, on_device=on_device)
             self._commit_part(part, results, seconds)
 
     def _commit_part(self, part: Part, results: HostResults, seconds: tuple[float, float, float]) -> None:
@@ -375,7 +377,8 @@ class Engine:
         if item.samples and not token_ids:
             self._fail(item, ALL_EXCLUDED if item.request.sampling.has_masks else BAD_LOGITS, retryable=False)
             return
-        num_taken = self.scheduler.commit(item, token_ids, results.head_ids[part.heads.start : part.heads.stop])
+        head_ids = results.head_ids[part.heads.start : part.heads.stop].tolist()
+        num_taken = self.scheduler.commit(item, token_ids, head_ids)
         if num_taken >= 0 and part.scored:
             self._outputs.append(part.score_output(results.scores))
         if not (item.request.constraint.is_ready or item.request.finish_reason):

@@ -15,7 +15,8 @@ import torch
 
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.batch.device_tokens import DeviceTokens
-from lorikeet.shard.batch.inputs import HeadsRow, StepInputs
+from lorikeet.shard.batch.inputs import HeadsRow, HeadsRows, StepInputs
+from lorikeet.shard.batch.row_groups import as_array
 from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import HostCopy, to_device
 from lorikeet.shard.grammar.masks import GrammarMasks
@@ -28,7 +29,7 @@ from lorikeet.shard.sampling.report import prompt_logprobs
 from lorikeet.shard.scheduler.decoding import Committed, DecodeStep, OutputGroup
 from lorikeet.shard.scheduler.scheduler import StepPlan
 from lorikeet.shard.speculation.costs import Load
-from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS, NO_TOKEN, StepDrafts
+from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS, NO_TOKEN, StepDrafts, device_sources
 from lorikeet.shard.system.timing import PhaseTimer
 
 
@@ -133,10 +134,10 @@ class Layout:
     num_score_alternatives: int = 0
     pooled_indices: list[int] = field(default_factory=list)
     """Indices into T whose hidden states make vectors or scores."""
-    heads: list[HeadsRow] = field(default_factory=list)
-    """Draft tokens that heads propose after sampled tokens."""
+    listed_heads: list[HeadsRow] = field(default_factory=list)
+    """Draft tokens that heads propose after sampled tokens of requests that do not only decode."""
     num_heads: int = 0
-    """Their number."""
+    """Draft tokens that heads propose, for all requests."""
     parts: list[Part] = field(default_factory=list)
     on_device: StepDrafts = field(default_factory=StepDrafts)
     """Requests whose drafts the device makes."""
@@ -157,9 +158,12 @@ class Layout:
         decode = plan.decode
         layout = cls(decode)
         if decode is not None and len(drafting := decode.members.drafting):
-            table = np.zeros((7, len(drafting)), np.int64)  # prompt lookup is the first source; no heads
-            table[:4] = drafting, decode.members.rows[drafting], decode.firsts[drafting], decode.widths[drafting]
-            layout.on_device.decoding = table
+            rows, sources = decode.members.rows[drafting], device_sources(decode.sources[drafting])
+            of_tokens = decode.firsts[drafting], decode.widths[drafting]
+            of_heads = decode.first_heads[drafting], decode.num_heads[drafting]
+            layout.on_device.decoding = np.array([drafting, rows, *of_tokens, sources, *of_heads], np.int64)
+        if decode is not None and decode.has_heads:
+            layout.num_heads = int(decode.counts @ decode.num_heads)
         for item in plan.scheduled:
             layout.add(item)
         return layout
@@ -174,6 +178,18 @@ class Layout:
         """Whether the step verifies drafts."""
         is_decode_drafted = self.decode is not None and self.decode.has_drafts
         return is_decode_drafted or len(self.sample_indices) > len(self.sampled_rows)
+
+    @property
+    def heads(self) -> HeadsRows:
+        """Draft tokens that heads propose after sampled tokens."""
+        decode = self.decode
+        if decode is None or not decode.has_heads:
+            return as_array(self.listed_heads)
+        counts = np.where(decode.num_heads > 0, decode.counts, 0)
+        owners = np.repeat(np.arange(len(counts)), counts)
+        rows = np.arange(self.num_decoding)[np.repeat(decode.num_heads > 0, decode.counts)]
+        of_decoding = np.stack([rows, decode.members.heads_slots[owners], decode.num_heads[owners]], axis=1)
+        return np.concatenate([of_decoding.astype(np.int32), as_array(self.listed_heads)])
 
     @property
     def drafted_rows(self) -> list[int]:
@@ -204,7 +220,7 @@ class Layout:
         self.sample_indices += range(offset + item.end - 1, offset + item.end - 1 + item.num_sampled)
         heads = range(self.num_heads, self.num_heads + item.num_sampled * item.num_heads)
         if heads:
-            self.heads += [HeadsRow(row, request.heads_slot, item.num_heads) for row in sampled]
+            self.listed_heads += [HeadsRow(row, request.heads_slot, item.num_heads) for row in sampled]
             self.num_heads = heads.stop
         if sampled and request.drafts_on_device:
             self._add_on_device(item, sampled, heads)
@@ -262,7 +278,8 @@ class HostResults:
     columns: SampledColumns | None
     """Of each sampled row; None for a step without one."""
     scores: HostPromptLogprobs
-    head_ids: list[int]
+    # [E] tokens of heads
+    head_ids: npt.NDArray[np.int64]
     # [S, size] float32
     pooled: torch.Tensor
     # [S, H], of requests whose outputs heads are learned from
@@ -304,7 +321,7 @@ class StepResults:
         return HostResults(
             self.sampled.wait() if self.sampled else None,
             self.scores.to_host() if self.scores else HostPromptLogprobs([], [], [], []),
-            self.head_ids.wait()[0].tolist() if self.head_ids else [],
+            self.head_ids.wait()[0].numpy() if self.head_ids else NO_LENGTHS,
             self.pooled.wait()[0] if self.pooled else torch.empty(0, 0),
             self.hidden,
             *drafts,
@@ -402,7 +419,8 @@ def _decoding_columns(decode: DecodeStep, sampler: Sampler) -> _Columns:
             ids[is_known] = decode.host_ids[owners[is_known], depths[is_known]]
             is_drafted &= ~is_known
         drafted = np.flatnonzero(is_drafted)
-        draft_places = sampler.device_drafts.place(0, rows[owners[drafted]], depths[drafted])
+        drafted_by = device_sources(decode.sources[owners[drafted]])
+        draft_places = sampler.device_drafts.place(drafted_by, rows[owners[drafted]], depths[drafted])
         indices, places = np.concatenate([indices, drafted]), np.concatenate([places, draft_places])
     return _Columns(_decoding_segments(decode), ids, every, indices, places)
 
@@ -439,7 +457,7 @@ def verify(
         masks.apply(logits[:num_sampled])
         sampled = _sample(layout, logits[:num_sampled], inputs.next_positions, sampler, draws)
     # [E]
-    head_ids = arg_max(logits[num_sampled + num_scored :]) if layout.heads else None
+    head_ids = arg_max(logits[num_sampled + num_scored :]) if layout.num_heads else None
     drafts = None
     if layout.on_device and sampled is not None:
         drafts = sampler.device_drafts.advance(layout.on_device, sampled.token_ids, sampled.bad, head_ids)
@@ -550,10 +568,10 @@ def drafted_columns(
     rows = np.repeat(decode.firsts[indices], num_taken) + depths
     own = np.where(num_accepted == num_drafted, Source.BONUS, Source.RESAMPLE)
     own[num_drafted == 0] = Source.TARGET
-    sources = np.full(len(rows), Source.LOOKUP, np.uint8)
+    draft_sources = decode.sources[indices].astype(np.uint8)
+    sources = np.repeat(draft_sources, num_taken)
     sources[ends - 1] = own
     columns = TokenColumns(group.epoch, ids, sampled.token_ids[rows])
-    draft_sources = np.full(len(indices), Source.LOOKUP, np.uint8)
     columns.drafts = ColumnDrafts(num_taken, sources, num_drafted, num_accepted, draft_sources, seconds)
     if group.has_logprobs:
         columns.logprobs = sampled.logprobs[rows]

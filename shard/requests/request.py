@@ -298,6 +298,14 @@ class ScheduledRequest:
         """Tokens that the request's pages must hold for this step."""
         return self.end + self.num_uncertain + len(self.draft_ids)
 
+    def expect_heads(self, num_heads: int) -> None:
+        """Heads give so many draft tokens after each sampled token. Where the device takes them, the next step may have
+        them before the host knows them.
+        """
+        self.num_heads = num_heads
+        if self.request.drafts_on_device and num_heads:
+            self.request.head_ids = self.request.head_ids or [0] * num_heads
+
     def settle(self, num_accepted: int) -> None:
         """The step before accepted this number of drafts."""
         self.start += num_accepted

@@ -1,10 +1,10 @@
 """The running requests that only decode, as arrays: a step of them costs no Python per request.
 
 A request decodes if its next step is its newest token and nothing about it is decided by the host: no grammar, and no
-prompt to score. It has no drafts, or those of prompt lookup, which the device or the host makes. It joins after a
-commit, and leaves when it ends or when something else is to be done with it. While it is here its counts are those of
-the arrays, and those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and their numbers
-of owners are always current. Imports no torch.
+prompt to score. It has no drafts, or those of texts and heads (`draft_rows.py`). It joins after a commit, and leaves
+when it ends or when something else is to be done with it. While it is here its counts are those of the arrays, and
+those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and their numbers of owners are
+always current. Imports no torch.
 """
 
 from collections import deque
@@ -16,19 +16,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest, Source
+from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest
+from lorikeet.shard.scheduler.draft_rows import NO_SOURCES, DraftRows, RowSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import Load
-from lorikeet.shard.speculation.drafter import RowOffers
-from lorikeet.shard.speculation.lookup import Index
-from lorikeet.shard.speculation.lookup_rows import LookupRows
+from lorikeet.shard.speculation.drafter import DraftSettings, RowDrafts, RowOffers
 from lorikeet.shard.speculation.states import NO_STATE
 
 MAX_ALTERNATIVES = 20
 """A request with more alternatives per token is not here: its outputs may need several messages."""
 NO_TOKEN = -1
-NO_STATES = (NO_STATE, NO_STATE)
 NO_ROW_IDS = np.empty(0, np.int64)
 NO_IDS = np.empty((0, 0), np.int64)
 
@@ -63,6 +60,8 @@ class Members:
     keys: frozenset[tuple[int, int]]
     slots: Numbers
     """[n] slot of the adapter, -1 for none."""
+    heads_slots: Numbers
+    """[n] slot of the heads, -1 for none."""
     slot_starts: Numbers
     """[n] position of the first token that the adapter applies to."""
     admissions: Indices
@@ -71,6 +70,10 @@ class Members:
     """[m] indices of those whose drafts the device makes."""
     host_drafting: Indices
     """[m] indices of those whose drafts the host makes."""
+    with_heads: Indices
+    """[m] indices of those for which heads may draft."""
+    looking_up: Indices
+    """[m] indices of those whose drafts the host looks up."""
     pausing: Indices
     """[m] indices of those that are here because so many requests run that none has drafts of the host."""
     groups: Sequence[OutputGroup] = field(default_factory=list)
@@ -79,9 +82,10 @@ class Members:
         return len(self.rows)
 
     @cached_property
-    def undrafted(self) -> tuple[Numbers, Indices]:
-        """`widths` and `draft_states` of a step without drafts."""
-        return np.zeros(len(self), np.int32), np.full(len(self), NO_STATE)
+    def undrafted(self) -> tuple[Numbers, Indices, Indices, Indices]:
+        """`widths`, `draft_states`, `sources` and `num_heads` of a step without drafts."""
+        zeros = np.zeros(len(self), np.int64)
+        return zeros.astype(np.int32), np.full(len(self), NO_STATE), zeros, zeros
 
     @property
     def has_drafting(self) -> bool:
@@ -108,9 +112,15 @@ class DecodeStep:
     """[n] draft tokens."""
     draft_states: Indices
     """[n] as `ScheduledRequest.draft_state`."""
+    sources: Indices
+    """[n] what proposed the drafts."""
+    num_heads: Indices
+    """[n] as `ScheduledRequest.num_heads`."""
     host_ids: Indices = field(default_factory=lambda: NO_IDS)
     """[n, most] draft tokens that the host knows, NO_TOKEN where there is none."""
     has_drafts: bool = False
+    has_heads: bool = False
+    """Whether any `num_heads` is set."""
     is_dissolved: bool = False
     """Whether its requests left before it was launched, and are planned like others."""
     made_items: dict[int, ScheduledRequest] = field(default_factory=dict)
@@ -132,6 +142,13 @@ class DecodeStep:
         firsts: Indices = np.cumsum(self.counts) - self.counts if self.has_drafts else np.arange(len(self.starts))
         return firsts
 
+    @cached_property
+    def first_heads(self) -> Indices:
+        """[n] index of the first token of heads of each request among those of the step."""
+        num_ids = self.counts * self.num_heads
+        firsts: Indices = np.cumsum(num_ids) - num_ids
+        return firsts
+
     @property
     def load(self) -> Load:
         """What it computes."""
@@ -150,8 +167,9 @@ class DecodeStep:
         """One request's part, from a position on."""
         request = self.members.requests[index]
         item = ScheduledRequest(request, start, start + 1, True, num_uncertain=num_uncertain)
+        item.num_heads = int(self.num_heads[index])
         if width := int(self.widths[index]):
-            item.source, item.draft_state = Source.LOOKUP, int(self.draft_states[index])
+            item.source, item.draft_state = int(self.sources[index]), int(self.draft_states[index])
             item.is_on_device = request.drafts_on_device
             item.draft_ids = [0] * width if item.is_on_device else self.host_ids[index, :width].tolist()
         return item
@@ -188,8 +206,9 @@ class Committed:
 class DecodingRequests:
     """The arrays are indexed by row of device state."""
 
-    def __init__(self, max_running: int, cache: KvCache) -> None:
+    def __init__(self, max_running: int, cache: KvCache, drafts: DraftSettings) -> None:
         self._cache = cache
+        self.drafts = DraftRows(max_running, drafts.ngram_long, drafts.history)
         self._requests: list[Request | None] = [None] * max_running
         self._is_member = np.zeros(max_running, bool)
         # [max_running] each
@@ -209,23 +228,8 @@ class DecodingRequests:
         """[max_running, most end tokens of a request] tokens that end the request."""
         self._page_table: Numbers = np.zeros((max_running, 1), np.int32)
         """[max_running, most pages of a request] KV pages in the order of positions."""
-        self._most_drafts: Indices = np.zeros(max_running, np.int64)
-        """Draft tokens of a step at most, 0 for a request without."""
-        self._match_lengths: Indices = np.zeros(max_running, np.int64)
-        """Tokens of the match that the next drafts continue, 0 without one."""
-        self._is_host_drafting: Flags = np.zeros(max_running, bool)
-        """As `Members.host_drafting`."""
-        self._lookups = LookupRows(max_running)
-        self._host_ids: npt.NDArray[np.uint32] = np.zeros((max_running, 1), np.uint32)
-        """[max_running, most drafts] those that the host would have verified next."""
-        self._num_host_ids: Indices = np.zeros(max_running, np.int64)
-        """Their number."""
-        self._is_auto: Flags = np.zeros(max_running, bool)
-        """Whether the schedule of drafts is `auto`."""
         self._is_pausing: Flags = np.zeros(max_running, bool)
         """As `Members.pausing`."""
-        self._draft_states: Indices = np.full((max_running, 2), NO_STATE, np.int64)
-        """[max_running, 2] rows of `DraftStates` for drafts after a match that is not long, and after a long one."""
         self._admissions: Indices = np.zeros(max_running, np.int64)
         """As `Request.admission`."""
         self._num_uncertain: Indices = np.zeros(max_running, np.int64)
@@ -248,12 +252,11 @@ class DecodingRequests:
         self,
         request: Request,
         num_uncertain: int = 0,
-        draft_states: tuple[int, int] = NO_STATES,
+        sources: RowSources = NO_SOURCES,
         is_pausing: bool = False,
-        index: Index | None = None,
     ) -> None:
         """Take a running request whose newest launched step, if any, samples one token, and `num_uncertain` drafts.
-        draft_states: as `_draft_states`; is_pausing: as `Members.pausing`; index: of its text, if the host drafts.
+        sources: what drafts for it; is_pausing: as `Members.pausing`.
         """
         row = request.row
         request.is_decoding = True
@@ -266,15 +269,8 @@ class DecodingRequests:
         self._end_ids = _widened(self._end_ids, len(request.stop_ids), NO_TOKEN)
         self._end_ids[row] = NO_TOKEN
         self._end_ids[row, : len(request.stop_ids)] = list(request.stop_ids)
-        self._is_host_drafting[row] = index is not None
-        self._is_auto[row] = request.speculation.schedule is Schedule.AUTO
-        self._most_drafts[row] = request.speculation.num_tokens if request.drafts_on_device or index is not None else 0
-        self._match_lengths[row], self._num_uncertain[row] = request.match_length, num_uncertain
-        if index is not None:
-            self._lookups.put(row, index)
-            self._host_ids = _widened(self._host_ids, request.speculation.num_tokens, 0)
-            self._propose(np.array([row]), np.zeros(1, np.int64), NO_ROW_IDS)
-        self._draft_states[row], self._admissions[row] = draft_states, request.admission
+        self.drafts.put(request, sources)
+        self._num_uncertain[row], self._admissions[row] = num_uncertain, request.admission
         self._is_pausing[row] = is_pausing
         self._set_pages(request, 0)
         self._members = None
@@ -299,11 +295,9 @@ class DecodingRequests:
         request.num_launched = request.num_in_flight = int(self._in_flight[row])
         request.num_computed = len(request.token_ids) + request.num_in_flight - 1
         request.num_committed = len(request.token_ids) - 1
-        if self._is_host_drafting[row]:
+        if self.drafts.on_host[row]:
             request.is_draft = bool(self._num_uncertain[row])
-            self._lookups.put(row, None)
-        else:
-            request.match_length = int(self._match_lengths[row])
+        self.drafts.remove(request)
         self._members = None
 
     @property
@@ -312,26 +306,11 @@ class DecodingRequests:
         members = self.members
         return bool(self._num_uncertain[members.rows[members.host_drafting]].any())
 
-    def host_offers(self, ngram_long: int) -> Indices:
-        """[m] as `_draft_states`, of requests in flight that may have drafts of the host after what they sample. With
-        another schedule than `auto` they always may: NO_STATE.
-        """
+    def host_offers(self) -> Indices:
+        """As `DraftRows.may_draft`, of requests in flight with drafts of the host."""
         members = self.members
         rows = members.rows[members.host_drafting]
-        rows = rows[self._in_flight[rows] > 0]
-        is_auto = self._is_auto[rows]
-        states = np.where(is_auto, self._states_of(rows, ngram_long), NO_STATE)
-        return states[(self._match_lengths[rows] > 0) | ~is_auto]
-
-    def _states_of(self, rows: Indices, ngram_long: int) -> Indices:
-        states: Indices = self._draft_states[rows, (self._match_lengths[rows] >= ngram_long).astype(np.int64)]
-        return states
-
-    def _propose(self, rows: Indices, counts: Indices, token_ids: Indices) -> None:
-        """These tokens follow the texts of rows, as in `LookupRows.follow`: what the host would draft next."""
-        found = self._lookups.follow(rows, counts, token_ids, self._most_drafts[rows])
-        self._host_ids[rows, : found.draft_ids.shape[1]] = found.draft_ids
-        self._num_host_ids[rows], self._match_lengths[rows] = found.widths, found.match_lengths
+        return self.drafts.may_draft(rows[self._in_flight[rows] > 0])
 
     @property
     def awaits_commit(self) -> bool:
@@ -367,16 +346,14 @@ class DecodingRequests:
         self._launched.append(step)
         return step
 
-    def offers(self, step: DecodeStep, ngram_long: int) -> RowOffers:
-        """[n] the drafts that each request of a planned step may have. A match of `ngram_long` tokens is a long one."""
-        rows = step.members.rows
-        num_left = self._limits[rows] - step.starts - 2 - step.num_uncertain
-        widths: Indices = np.minimum(self._most_drafts[rows], num_left).clip(min=0)
-        widths[(self._match_lengths[rows] == 0) | ~self._is_member[rows]] = 0
-        if len(of_host := step.members.host_drafting):
-            is_known = self._in_flight[rows[of_host]] == 1  # the newest token, after which it drafts
-            widths[of_host] = np.minimum(widths[of_host], np.where(is_known, self._num_host_ids[rows[of_host]], 0))
-        return RowOffers(step.members.admissions, widths, self._states_of(rows, ngram_long), self._lengths[rows])
+    def offers(self, step: DecodeStep) -> RowOffers:
+        """[n] the drafts that each request of a planned step may have."""
+        members, rows = step.members, step.members.rows
+        num_left: Indices = (self._limits[rows] - step.starts - 2 - step.num_uncertain).clip(min=0)
+        num_left[~self._is_member[rows]] = 0
+        if len(of_host := members.host_drafting):  # which must know the newest token
+            num_left[of_host[self._in_flight[rows[of_host]] > 1]] = 0
+        return self.drafts.offers(rows, num_left, members.admissions, self._lengths[rows], members.texts)
 
     def num_missing_for(self, step: DecodeStep, widths: Indices) -> int:
         """Pages that these drafts need in addition to those that the requests have."""
@@ -384,17 +361,26 @@ class DecodingRequests:
         num_covered = self._num_covered[step.members.rows]
         return int(np.maximum(-(-(num_tokens - num_covered) // self._cache.page_size), 0).sum())
 
-    def add_drafts(self, step: DecodeStep, widths: Indices, draft_states: Indices) -> None:
-        """Add drafts to a step that was just planned, [n] each. There are enough pages for them."""
+    def add_drafts(self, step: DecodeStep, drafts: RowDrafts) -> None:
+        """Add drafts to a step that was just planned. There are enough pages for them."""
+        widths, draft_states, sources, num_heads = drafts
+        if num_heads is not None and np.count_nonzero(num_heads):
+            step.num_heads, step.has_heads = num_heads, True
+            self.drafts.expect_heads(step.members.rows, num_heads)
+            for index, item in step.made_items.items():
+                item.expect_heads(int(num_heads[index]))
+        if not np.count_nonzero(widths):
+            return
         rows, num_tokens = step.members.rows, step.starts + 1 + step.num_uncertain + widths
         self._grow(step.members, num_tokens)
         self._num_uncertain[rows] = widths
-        step.widths, step.draft_states, step.has_drafts = widths.astype(np.int32), draft_states, True
+        step.widths, step.draft_states, step.sources = widths.astype(np.int32), draft_states, sources
+        step.has_drafts = True
         step.page_table = self._pages(rows, num_tokens)
         if len(of_host := step.members.host_drafting):
             most = np.arange(int(widths.max(initial=0)))
             step.host_ids = np.full((len(rows), len(most)), NO_TOKEN, np.int64)
-            ids = self._host_ids[rows[of_host], : len(most)].astype(np.int64)
+            ids = self.drafts.ids_of(rows[of_host], sources[of_host], len(most))
             step.host_ids[of_host] = np.where(most < widths[of_host][:, None], ids, NO_TOKEN)
 
     def _grow(self, members: Members, num_tokens: Indices) -> None:
@@ -409,20 +395,39 @@ class DecodingRequests:
         return self._page_table[:, : self._cache.num_needed(int(num_tokens.max()))].take(rows, axis=0)
 
     def commit(
-        self, step: DecodeStep, token_ids: Indices, is_bad: Flags, verified: VerifiedDrafts | None = None
+        self,
+        step: DecodeStep,
+        token_ids: Indices,
+        is_bad: Flags,
+        verified: VerifiedDrafts | None = None,
+        head_ids: Indices = NO_ROW_IDS,
     ) -> Committed:
         """Record the sampled tokens of the requests that continue. token_ids, is_bad: [S] of all tokens of the step;
-        verified: of `members.drafting`, if there are any.
+        verified: of `members.drafting`, if there are any; head_ids: [E] the tokens of heads after the sampled ones.
         """
         self.forget(step)
         if verified is not None:
             rows = step.members.rows[step.members.drafting]
             is_here = self._is_member[rows]
-            self._match_lengths[rows[is_here]] = verified.match_lengths[is_here]
+            self.drafts.match_lengths[rows[is_here]] = verified.match_lengths[is_here]
         if step.has_drafts:
-            return self._commit_drafted(step, token_ids, is_bad, verified)
-        continues = self._commit_single(step, token_ids, is_bad)
-        return Committed(continues)
+            committed = self._commit_drafted(step, token_ids, is_bad, verified)
+        else:
+            committed = Committed(self._commit_single(step, token_ids, is_bad))
+        if len(step.members.with_heads):
+            self._take_heads(step, committed, head_ids)
+        return committed
+
+    def _take_heads(self, step: DecodeStep, committed: Committed, head_ids: Indices) -> None:
+        """Keep the tokens of heads after the newest token of each request that continues."""
+        indices = step.members.with_heads[committed.continues[step.members.with_heads]]
+        num_heads = step.num_heads[indices]
+        firsts = step.first_heads[indices]
+        if step.has_drafts:
+            firsts = firsts + (committed.num_taken[indices] - 1) * num_heads
+        places = firsts[:, None] + np.arange(int(num_heads.max(initial=0)))
+        ids = head_ids[np.minimum(places, len(head_ids) - 1)] if len(head_ids) else NO_IDS[:0].reshape(len(indices), 0)
+        self.drafts.take_heads(step.members.rows[indices], num_heads, ids)
 
     def forget(self, step: DecodeStep) -> None:
         """A planned step is committed, or has failed, or its requests have left."""
@@ -455,7 +460,8 @@ class DecodingRequests:
         emitted, stops = taken[is_taken], np.cumsum(num_here).tolist()
         parts = map(emitted.tolist().__getitem__, map(slice, [0, *stops], stops))
         deque(map(list.extend, texts, parts), maxlen=0)
-        self._extend_lookups(members, here, num_here, emitted)
+        if len(members.looking_up):
+            self.drafts.follow(here, num_here, emitted)
         self._newest_ids[here] = taken[np.arange(len(here)), num_here - 1]
         self._advance(here, num_here)
         # frees pages of rejected drafts; their KV in the last page is overwritten
@@ -481,20 +487,11 @@ class DecodingRequests:
             rows, token_ids = rows[continues], token_ids[continues]
             texts = [text for text, does in zip(texts, continues.tolist(), strict=True) if does]
         deque(map(list.append, texts, token_ids.tolist()), maxlen=0)
-        self._extend_lookups(members, rows, np.ones_like(rows), token_ids)
+        if len(members.looking_up):
+            self.drafts.follow(rows, np.ones_like(rows), token_ids)
         self._newest_ids[rows] = token_ids
         self._advance(rows, 1)
         return continues
-
-    def _extend_lookups(self, members: Members, rows: Indices, counts: Indices, token_ids: Indices) -> None:
-        """These rows of a step have so many tokens more, [n]; token_ids: [T] those of all."""
-        if not len(members.host_drafting):
-            return
-        has_lookup = self._is_host_drafting[rows]
-        if not has_lookup.all():
-            rows, counts, token_ids = rows[has_lookup], counts[has_lookup], token_ids[np.repeat(has_lookup, counts)]
-        if len(rows):
-            self._propose(rows, counts, token_ids)
 
     def _advance(self, rows: Indices, num_tokens: Indices | int) -> None:
         """A launched step gave these rows so many tokens."""
@@ -540,10 +537,13 @@ class DecodingRequests:
             [request.token_ids for request in requests],
             frozenset(request.key for request in requests),
             np.array([request.slot for request in requests], np.int32),
+            np.array([request.heads_slot for request in requests], np.int32),
             np.array([request.adapter_start for request in requests], np.int32),
             self._admissions[rows],
-            np.flatnonzero((self._most_drafts[rows] > 0) & ~self._is_host_drafting[rows]),
-            np.flatnonzero(self._is_host_drafting[rows]),
+            np.flatnonzero(self.drafts.on_device[rows]),
+            np.flatnonzero(self.drafts.on_host[rows]),
+            np.flatnonzero(self.drafts.num_heads[rows]),
+            np.flatnonzero(self.drafts.has_index[rows]),
             np.flatnonzero(self._is_pausing[rows]),
             groups,
         )

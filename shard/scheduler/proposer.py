@@ -5,15 +5,30 @@ Drafts preempt no request: they take free pages and what is left of the budget.
 
 from collections.abc import Sequence
 
+import numpy as np
+
 from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import Request, ScheduledRequest, Source, load_of
 from lorikeet.shard.scheduler.budget import Budget
 from lorikeet.shard.scheduler.decoding import Committed, DecodeStep
+from lorikeet.shard.scheduler.draft_rows import HEADS_STATE, HISTORY_STATES, LOOKUP_STATES, NUM_STATES, RowSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
-from lorikeet.shard.speculation.drafter import NO_ROWS, Drafter, DraftSettings, Offer, Pages, RowOffers, kind_of
+from lorikeet.shard.speculation.drafter import (
+    NO_ROWS,
+    Drafter,
+    DraftSettings,
+    Offer,
+    Pages,
+    RowDrafts,
+    RowOffers,
+    kind_of,
+)
 from lorikeet.shard.speculation.drafters import Drafters, best_offer
+from lorikeet.shard.speculation.history import HistoryDrafter
 from lorikeet.shard.speculation.length import DraftLengthController
+from lorikeet.shard.speculation.lookup import LookupDrafter
+from lorikeet.shard.speculation.medusa import MedusaDrafter, num_heads
 from lorikeet.shard.speculation.states import NO_STATE, Indices
 
 
@@ -44,32 +59,73 @@ class Proposer:
         budget: Budget,
         decoding: Load = NO_LOAD,
         of_decoding: RowOffers = NO_ROWS,
-    ) -> Indices:
+    ) -> RowDrafts:
         """Add drafts to the requests of a step that can use them. decoding: what the step computes besides, of requests
-        that only decode; of_decoding: what these may have. Returns how many drafts each of them has.
+        that only decode; of_decoding: what these may have. Returns what they have.
         """
         self.drafters.begin()
         offers: list[tuple[ScheduledRequest, Offer]] = []
+        followers = self._followers(of_decoding)
         for item in scheduled:
+            while followers and followers[0][0] < item.request.admission:
+                self.draft_length.follow(followers.pop(0)[1])
             drafters = self._trying(item.request, num_running)
             if drafters and (offer := self._offer(item, drafters, budget)) is not None:
                 offers.append((item, offer))
-        if not (offers or of_decoding.widths.any()):
-            return of_decoding.widths
-        load = load_of(scheduled) + decoding
-        widths, row_widths = self.draft_length.choose([offer for _, offer in offers], load, of_decoding)
-        for (item, offer), width in zip(offers, widths, strict=True):
-            self._add(item, offer, width)
-        return row_widths
+        for _, state in followers:
+            self.draft_length.follow(state)
+        rows, num_heads = self._try_heads(of_decoding)
+        row_widths = rows.widths
+        if offers or row_widths.any():
+            load = load_of(scheduled) + decoding
+            widths, row_widths = self.draft_length.choose([offer for _, offer in offers], load, rows)
+            for (item, offer), width in zip(offers, widths, strict=True):
+                self._add(item, offer, width)
+        return RowDrafts(row_widths, rows.states, rows.sources, num_heads)
 
-    def lookup_states(self, request: Request) -> tuple[int, int]:
-        """Rows of `DraftStates` for drafts of prompt lookup after a match that is not long, and after a long one."""
-        if request.speculation.schedule is Schedule.CONSTANT or not self.drafters.of(request):
-            return NO_STATE, NO_STATE
-        short, long = (
-            self.draft_length.row_of(request, kind_of(request, Source.LOOKUP, is_long)) for is_long in (False, True)
+    def _followers(self, rows: RowOffers) -> list[tuple[int, int]]:
+        """Requests that only decode and of which it has yet to be decided whether they try heads: their admission, and
+        the row of `DraftStates`, in order.
+        """
+        if rows.heads is None:
+            return []
+        found = self.draft_length.followers(rows.heads.states)
+        if not len(found):
+            return []
+        admissions = rows.admissions[rows.heads.indices[found]]
+        return sorted(zip(admissions.tolist(), rows.heads.states[found].tolist(), strict=True))
+
+    def _try_heads(self, rows: RowOffers) -> tuple[RowOffers, Indices | None]:
+        """The offers with those of heads that are tried, and [n] the tokens of heads that the step computes."""
+        if rows.heads is None:
+            return rows, None
+        are_tried = self.draft_length.are_tried(rows.heads.states)
+        num_heads = np.zeros(len(rows.widths), np.int64)
+        num_heads[rows.heads.indices] = np.where(are_tried, rows.heads.num_heads, 0)
+        return rows.with_heads(are_tried), num_heads
+
+    def row_sources(self, request: Request) -> RowSources:
+        """What drafts for a request that only decodes, while few enough requests run."""
+        drafters = self.drafters.of(request)
+        lookup = next((each for each in drafters if isinstance(each, LookupDrafter)), None)
+        history = next((each for each in drafters if isinstance(each, HistoryDrafter)), None)
+        has_heads = any(isinstance(each, MedusaDrafter) for each in drafters)
+        kinds: list[tuple[int, bool] | None] = [None] * NUM_STATES
+        if request.speculation.schedule is not Schedule.CONSTANT:
+            if lookup is not None:
+                kinds[LOOKUP_STATES:HISTORY_STATES] = (Source.LOOKUP, False), (Source.LOOKUP, True)
+            if history is not None:
+                kinds[HISTORY_STATES:HEADS_STATE] = (Source.HISTORY, False), (Source.HISTORY, True)
+            if has_heads:
+                kinds[HEADS_STATE] = Source.MEDUSA, False
+        row_of = self.draft_length.row_of
+        return RowSources(
+            lookup is not None,
+            None if lookup is None or request.drafts_on_device else lookup.index_of(request),
+            None if history is None else history.pair(request),
+            num_heads(request) if has_heads else 0,
+            [NO_STATE if kind is None else row_of(request, kind_of(request, *kind)) for kind in kinds],
         )
-        return short, long
 
     def committed(
         self, item: ScheduledRequest, token_ids: Sequence[int], head_ids: Sequence[int], has_ended: bool

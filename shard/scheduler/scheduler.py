@@ -27,7 +27,8 @@ from lorikeet.shard.scheduler.budget import (
     PromptChunks,
     backlog,
 )
-from lorikeet.shard.scheduler.decoding import NO_STATES, DecodeStep, DecodingRequests, may_decode
+from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
+from lorikeet.shard.scheduler.draft_rows import NO_SOURCES
 from lorikeet.shard.scheduler.kv_cache import Admission, KvCache
 from lorikeet.shard.scheduler.proposer import Proposer
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
@@ -73,7 +74,8 @@ class Scheduler:
         self.cache = cache
         self.limits = limits
         self.adapters = NoAdapters() if adapters is None else adapters
-        self.proposer = Proposer(cache, drafts or DraftSettings(max_batch_size=0))
+        drafts = drafts or DraftSettings(max_batch_size=0)
+        self.proposer = Proposer(cache, drafts)
         self.learned_heads: dict[Pair, str] = {}
         """Digest of the adopted heads of each pair that has some."""
         self.callers = Callers(limits.max_running, limits.short_room)
@@ -95,7 +97,7 @@ class Scheduler:
         self.is_isolated = False
         """Whether the newest step computes a single request because that may have crashed a shard."""
         self.oom_backoff = OomBackoff(limits.step_tokens, limits.max_running, limits.chunked_prefill)
-        self.decoding = DecodingRequests(limits.max_running, cache)
+        self.decoding = DecodingRequests(limits.max_running, cache, drafts)
         self._suspects: list[Request] = []
         """Requests that may have crashed a shard, in order of arrival."""
         self._num_by_adapter: Counter[str] = Counter()
@@ -208,13 +210,13 @@ class Scheduler:
         """The drafts that requests that only decode may have. If pages are short, these are planned like others, so
         that the earlier ones get the pages.
         """
-        settings = self.proposer.drafters.settings
-        if len(self.running) > settings.max_batch_size:
+        if len(self.running) > self.proposer.drafters.settings.max_batch_size:
             return NO_ROWS
-        offers = self.decoding.offers(decode, settings.ngram_long)
-        if not offers.widths.any():
-            return NO_ROWS
-        num_missing = self.decoding.num_missing_for(decode, offers.widths)
+        offers = self.decoding.offers(decode)
+        most_widths = offers.most_widths
+        if not most_widths.any():
+            return NO_ROWS if offers.heads is None else offers
+        num_missing = self.decoding.num_missing_for(decode, most_widths)
         for item in scheduled:
             num_tokens = item.end_of_pages + MAX_DRAFT_TOKENS
             num_missing += max(0, self.cache.num_needed(num_tokens) - len(item.request.page_ids))
@@ -240,9 +242,8 @@ class Scheduler:
             drafters.pause(request)
         drafted = self._drafted.get(request)
         num_drafts = 0 if drafted is None else len(drafted.draft_ids)
-        index = None if is_pausing else drafters.lookup_index(request)
-        states = NO_STATES if is_pausing else self.proposer.lookup_states(request)
-        self.decoding.join(request, num_drafts, states, is_pausing, index)
+        sources = NO_SOURCES if is_pausing else self.proposer.row_sources(request)
+        self.decoding.join(request, num_drafts, sources, is_pausing)
         if drafted is not None and any(drafted is item for item in self.decoding.launched_items(request)):
             del self._drafted[request]
 
@@ -328,9 +329,9 @@ class Scheduler:
         if not (scheduled or len(offers.widths)):
             return
         decoding = NO_LOAD if decode is None or decode.is_dissolved else decode.load
-        widths = self.proposer.propose(scheduled, len(self.running), budget, decoding, offers)
-        if decode is not None and widths.any():
-            self.decoding.add_drafts(decode, widths, offers.states)
+        drafts = self.proposer.propose(scheduled, len(self.running), budget, decoding, offers)
+        if decode is not None and len(offers.widths):
+            self.decoding.add_drafts(decode, drafts)
         drafted = (item for item in scheduled if item.is_on_device)
         self._drafted.update((item.request, item) for item in drafted)
 
@@ -563,7 +564,7 @@ class Scheduler:
         settings = self.proposer.drafters.settings
         if len(self.running) > settings.max_batch_size:
             return False
-        return self.proposer.may_draft_rows(self.decoding.host_offers(settings.ngram_long))
+        return self.proposer.may_draft_rows(self.decoding.host_offers())
 
     @property
     def _has_row(self) -> bool:

@@ -11,9 +11,9 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
-from lorikeet.shard.requests.request import Request, ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest, Source
 from lorikeet.shard.speculation.history_index import HistoryIndex
-from lorikeet.shard.speculation.states import NO_STATE, DraftKind, Indices
+from lorikeet.shard.speculation.states import NO_STATE, DraftKind, Flags, Indices
 
 
 @dataclass(slots=True)
@@ -35,8 +35,21 @@ class Offer:
     """Tokens of the match that the draft tokens continue; of several offers from texts, the longest match counts."""
 
 
+class NetworkOffers(NamedTuple):
+    """What heads offer m requests that only decode, in place of drafts from texts."""
+
+    indices: Indices
+    """[m] the requests."""
+    widths: Indices
+    """[m] how many tokens at most, 0 for none."""
+    states: Indices
+    """[m] as `RowOffers.states`."""
+    num_heads: Indices
+    """[m] tokens of heads that the next step may need."""
+
+
 class RowOffers(NamedTuple):
-    """Draft tokens of prompt lookup that the device makes, for requests that only decode: arrays of n."""
+    """Draft tokens for requests that only decode: arrays of n."""
 
     admissions: Indices
     """As `Request.admission`."""
@@ -46,9 +59,44 @@ class RowOffers(NamedTuple):
     """Rows of `DraftStates`; NO_STATE with a constant schedule."""
     lengths: Indices
     """Known tokens of the request."""
+    sources: Indices
+    """What proposes them."""
+    heads: NetworkOffers | None = None
+
+    @property
+    def most_widths(self) -> Indices:
+        """[n] how many tokens at most, of any source."""
+        if self.heads is None:
+            return self.widths
+        most = self.widths.copy()
+        most[self.heads.indices] = np.maximum(most[self.heads.indices], self.heads.widths)
+        return most
+
+    def with_heads(self, are_tried: Flags) -> "RowOffers":
+        """With the drafts of heads for requests that have some and try them, [m]."""
+        assert self.heads is not None
+        indices, offered, of_heads, _ = self.heads
+        takes = are_tried & (offered > 0)
+        at = indices[takes]
+        widths, states, sources = self.widths.copy(), self.states.copy(), self.sources.copy()
+        widths[at], states[at], sources[at] = offered[takes], of_heads[takes], Source.MEDUSA
+        return self._replace(widths=widths, states=states, sources=sources)
 
 
-NO_ROWS = RowOffers(*np.empty((4, 0), np.int64))
+NO_ROWS = RowOffers(*np.empty((5, 0), np.int64))
+
+
+class RowDrafts(NamedTuple):
+    """What a step computes for the drafts of requests that only decode: arrays of n."""
+
+    widths: Indices
+    """Draft tokens."""
+    states: Indices
+    """As `RowOffers.states`."""
+    sources: Indices
+    """What proposes them."""
+    num_heads: Indices | None = None
+    """Draft tokens of heads that are wanted after each sampled token; None without any."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from lorikeet.shard.speculation.draft_model import DraftModelDrafter
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.grammar import GrammarDrafter
 from lorikeet.shard.speculation.history import HistoryDrafter
-from lorikeet.shard.speculation.lookup import Index, LookupDrafter
+from lorikeet.shard.speculation.lookup import LookupDrafter
 from lorikeet.shard.speculation.medusa import MedusaDrafter
 
 DRAFTERS: tuple[type[Drafter], ...] = (
@@ -18,6 +18,8 @@ DRAFTERS: tuple[type[Drafter], ...] = (
     DraftModelDrafter,
 )
 """Of several offers the first long match is taken, else the first of a costly source, else the longest match."""
+ROW_DRAFTERS = (LookupDrafter, HistoryDrafter, MedusaDrafter)
+"""Those whose drafts for requests that only decode are arrays."""
 
 
 class Drafters:
@@ -55,23 +57,18 @@ class Drafters:
 
     def may_decode(self, request: Request, num_running: int) -> bool:
         """Whether the request may be one of `DecodingRequests`: it has no drafts, at least now that so many requests
-        run, or those of prompt lookup alone.
+        run, or those of `ROW_DRAFTERS` alone.
         """
         drafters = self.of(request)
         if not drafters or self.is_pausing(request, num_running):
             return True
         is_few = num_running < self.settings.fewest_rows and not request.drafts_on_device
-        return not is_few and [each.value for each in drafters] == [LookupDrafter.value]
+        return not is_few and all(isinstance(each, ROW_DRAFTERS) for each in drafters)
 
     def is_pausing(self, request: Request, num_running: int) -> bool:
         """Whether the host would draft for the request if fewer requests ran."""
         is_full = num_running > self.settings.max_batch_size
         return is_full and not request.drafts_on_device and bool(self.of(request))
-
-    def lookup_index(self, request: Request) -> Index | None:
-        """Where the host finds the drafts of a request that `may_decode`; None if it has no drafts of the host."""
-        drafters = [] if request.drafts_on_device else self.of(request)
-        return next((each.index_of(request) for each in drafters if isinstance(each, LookupDrafter)), None)
 
     def pause(self, request: Request) -> None:
         """Steps of the request follow in which nothing drafts."""

@@ -30,18 +30,19 @@ class HistoryDrafter(Drafter):
 
     def propose(self, request: Request, room: int) -> Offer | None:
         num_tokens = min(request.speculation.num_tokens, room)
-        draft_ids, length = self._index.propose(_pair_of(request), request.token_ids, num_tokens)
+        draft_ids, length = self._index.propose(self.pair(request), request.token_ids, num_tokens)
         is_long = length >= self._ngram_long
         return Offer(request, self.value, len(draft_ids), draft_ids, NO_STATE, is_long, length) if draft_ids else None
 
     def kinds(self, request: Request) -> Iterable[DraftKind]:
         return [kind_of(request, self.value, is_long) for is_long in (False, True)]
 
+    @staticmethod
+    def pair(request: Request) -> Pair:
+        """Whose outputs are searched."""
+        return request.tenant, request.adapter_digest
+
     def finished(self, request: Request) -> None:
         """Add the output to the history of its tenant and adapter."""
         if request.tenant and request.num_output:
-            self._index.add(_pair_of(request), request.token_ids[max(0, request.num_prompt - CONTEXT) :])
-
-
-def _pair_of(request: Request) -> Pair:
-    return request.tenant, request.adapter_digest
+            self._index.add(self.pair(request), request.token_ids[max(0, request.num_prompt - CONTEXT) :])

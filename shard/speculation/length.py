@@ -14,7 +14,7 @@ import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
 from lorikeet.proto.params import Schedule
-from lorikeet.shard.requests.request import Request, ScheduledRequest
+from lorikeet.shard.requests.request import Request, ScheduledRequest, Source
 from lorikeet.shard.speculation.costs import Candidates, DraftCosts, Load, Speed, StepCosts
 from lorikeet.shard.speculation.drafter import NO_ROWS, Offer, RowOffers, kind_of
 from lorikeet.shard.speculation.states import (
@@ -116,19 +116,49 @@ class DraftLengthController:
         """
         self.is_used = True
         self._settle()
-        states, group = self.states, self._groups.get(kind, NO_STATE)
-        if group != NO_STATE and states.idle_until[group]:
-            is_new = kind not in self._rows.get(request, {})
-            row = self.row_of(request, kind)
-            if states.follows[row]:
-                states.num_followers[group] += is_new
-                has_rested = self._step >= states.idle_until[group]
-                if has_rested or (is_new and states.num_followers[group] % RETRY == 0):
-                    self._begin(np.array([row]), 0)
-                    states.idle_until[row] = max(1, self._step)  # as after a rest
-                    if has_rested:
-                        states.rest(group, self._step, states.loads[group], states.is_expensive[group])
+        group = self._groups.get(kind, NO_STATE)
+        if group != NO_STATE and self.states.idle_until[group]:
+            self.follow(self.row_of(request, kind))
         return not self.is_idle(request, kind)
+
+    def follow(self, row: int) -> None:
+        """Let a request whose group has rested follow it, or try drafts by itself, as `may_try` says. row: its own."""
+        states, group = self.states, int(self._groups_of(np.array([row]))[0])
+        is_new, states.is_known[row] = not states.is_known[row], True
+        if states.follows[row]:
+            states.num_followers[group] += is_new
+            has_rested = self._step >= states.idle_until[group]
+            if has_rested or (is_new and states.num_followers[group] % RETRY == 0):
+                self._begin(np.array([row]), 0)
+                states.idle_until[row] = max(1, self._step)  # as after a rest
+                if has_rested:
+                    states.rest(group, self._step, states.loads[group], states.is_expensive[group])
+
+    def followers(self, rows: Indices) -> Indices:
+        """Indices of the requests for which `follow` decides in this step. rows: of `states`, NO_STATE for others."""
+        self._settle()
+        states, auto = self.states, np.flatnonzero(self._are_auto(rows))
+        if not len(auto):
+            return auto
+        self.is_used = True
+        idle_until = states.idle_until[self._groups_of(rows[auto])]
+        is_open = (self._step >= idle_until) | ~states.is_known[rows[auto]]
+        return auto[states.follows[rows[auto]] & (idle_until > 0) & is_open]
+
+    def are_tried(self, rows: Indices) -> Flags:
+        """[n] whether requests try a draft source that costs something, after `follow`. rows: of `states`."""
+        is_tried: Flags = np.ones(len(rows), bool)
+        auto = np.flatnonzero(self._are_auto(rows))
+        if len(auto):
+            is_tried[auto] = ~self._are_idle(rows[auto])
+        return is_tried
+
+    def _are_auto(self, rows: Indices) -> Flags:
+        """[n] whether the schedule is `auto`. rows: of `states`, NO_STATE with a constant schedule."""
+        is_auto: Flags = rows != NO_STATE
+        if np.count_nonzero(is_auto):
+            is_auto &= self.states.bounds[rows] == 0
+        return is_auto
 
     def row_of(self, request: Request, kind: DraftKind) -> int:
         """The row of `states` for the request's drafts of a kind."""
@@ -200,6 +230,7 @@ class DraftLengthController:
                 continue
             kind = kind_of(request, offer.source, offer.is_long)
             row = offer.draft_state = self.row_of(request, kind)
+            self.states.is_known[row] = True
             if schedule == Schedule.AUTO:
                 if self._is_idle(kind, row):
                     offer.draft_state, widths[index] = NO_STATE, 0
@@ -221,6 +252,7 @@ class DraftLengthController:
         auto = np.flatnonzero((of_rows.states != NO_STATE) & (widths > 0))
         if not len(auto):
             return NO_INDICES
+        self.states.is_known[of_rows.states[auto]] = True
         is_heuristic = self.states.bounds[of_rows.states[auto]] > 0
         if np.count_nonzero(is_heuristic):
             some, auto = auto[is_heuristic], auto[~is_heuristic]
@@ -244,6 +276,8 @@ class DraftLengthController:
         costs = [BY_VALUE[offer.source].cost for offer in offers]
         is_drawn[: len(offers)] = [cost is Cost.PASSES for cost in costs]
         needs_heads[: len(offers)] = [cost is Cost.STEP for cost in costs]
+        if len(rows):
+            needs_heads[len(offers) :] = of_rows.sources[rows] == Source.MEDUSA
         order = np.argsort(admissions, kind="stable")
         return _AutoOffers(states, widths, lengths, is_drawn, needs_heads).take(order), order
 
@@ -306,10 +340,11 @@ class DraftLengthController:
         load: Load,
         seconds: float,
         draft_seconds: tuple[float, float],
+        with_heads: bool = False,
     ) -> None:
         """Record the time of a committed step: `seconds` in all, of them `draft_seconds` in the draft model's first
         pass and in its others. step: without the requests that only decode; load: what all computed, drafts that the
-        device did not find included.
+        device did not find included; with_heads: whether it computed drafts of heads.
         """
         self._settle()
         while len(self._groups) > MAX_GROUPS:
@@ -317,7 +352,6 @@ class DraftLengthController:
         self._step += 1
         self._load = load.num_sampled + sum(not item.samples for item in step)
         has_prompts = any(item.end - item.start > 1 or not item.samples for item in step)
-        with_heads = any(item.num_heads for item in step)
         costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain
         costs.observe(load.num_tokens, load.num_attended, seconds - sum(draft_seconds))
         drawn = [item for item in step if item.num_drawn]

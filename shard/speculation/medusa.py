@@ -36,9 +36,7 @@ class MedusaDrafter(Drafter):
 
     def take_in(self, item: ScheduledRequest, is_offered: bool, num_left: int) -> int:
         if item.samples:
-            item.num_heads = num_heads(item.request)
-        if item.request.drafts_on_device and item.num_heads:  # the next step may take them
-            item.request.head_ids = item.request.head_ids or [0] * item.num_heads
+            item.expect_heads(num_heads(item.request))
         return 0
 
     def committed(self, item: ScheduledRequest, token_ids: Sequence[int], head_ids: Sequence[int]) -> None:

@@ -44,6 +44,8 @@ class DraftStates:
         """Row of the group, NO_STATE if that was dropped."""
         self.follows: Flags = np.zeros(0, bool)
         """Whether a request has decided nothing by itself: it rests as its group does."""
+        self.is_known: Flags = np.zeros(0, bool)
+        """Whether a step could have had such drafts of the request, or it has followed a group that rested."""
         self.widths: Indices = np.zeros(0, np.int64)
         """Drafts in the newest step that could have had some."""
         self.idle_until: Indices = np.zeros(0, np.int64)
@@ -71,7 +73,7 @@ class DraftStates:
         self.counts[row] = 0.0
         self.widths[row], self.idle_until[row], self.retry_after[row] = 1, 0, RETRY
         self.loads[row], self.is_expensive[row], self.is_tried[row], self.num_followers[row] = 0, False, False, 0
-        self.bounds[row] = 0
+        self.bounds[row], self.is_known[row] = 0, False
         return row
 
     def add_group(self, kind: DraftKind) -> int:

@@ -40,6 +40,20 @@ MUTANTS = [
         "tests/shard/engine/test_commit_lag.py::test_with_drafts_on_the_device_the_host_never_waits[Medusa]",
     ),
     Mutant(
+        "the tokens of heads after the first token of a step are the next drafts, however many were accepted",
+        "shard/scheduler/decoding.py",
+        "            firsts = firsts + (committed.num_taken[indices] - 1) * num_heads\n",
+        "            pass\n",
+        "tests/shard/engine/test_decoding.py::test_requests_with_heads_are_arrays[lag 1-constant]",
+    ),
+    Mutant(
+        "drafts of heads in columns count as prompt lookup's",
+        "shard/engine/step.py",
+        "draft_sources = decode.sources[indices].astype(np.uint8)",
+        "draft_sources = np.full(len(indices), Source.LOOKUP, np.uint8)",
+        "tests/shard/engine/test_decoding.py::test_requests_with_heads_are_arrays[lag 0-constant]",
+    ),
+    Mutant(
         "a step is launched before it is known how many drafts of the host the last one accepts",
         "shard/scheduler/scheduler.py",
         "or self.decoding.awaits_commit or self._decoding_must_wait:",

@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "history records an adapter's output as the base model's",
         "shard/speculation/history.py",
-        "self._index.add(_pair_of(request), ",
+        "self._index.add(self.pair(request), ",
         'self._index.add((request.tenant, ""), ',
         "tests/shard/engine/test_history.py::test_another_adapter_gets_no_drafts",
     ),

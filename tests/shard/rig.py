@@ -106,12 +106,16 @@ class Rig:
             if self.watches_kv:
                 self.assert_kv_is_true()
         update = self.outbox.take(EPOCH)
+        self.take(update)
+        return update
+
+    def take(self, update: StreamUpdate) -> None:
+        """Collect the outputs of an update."""
         for output in update.request_outputs():
             earlier = self.outputs.setdefault(output.key[1], output)
             if earlier is not output:
                 assert not earlier.finish_reason, "an output follows the end"
                 earlier.merge(output)
-        return update
 
     def run(self, *requests: Request) -> dict[int, Output]:
         """Run to the end; then every page must be free."""

@@ -22,6 +22,8 @@ MOST_DRAFTS = 16
 """Most drafts of a row in a step."""
 SOURCES = (Source.LOOKUP, Source.MEDUSA)
 """Index of each source in the table of drafts."""
+_INDICES: npt.NDArray[np.int64] = np.zeros(256, np.int64)
+_INDICES[list(SOURCES)] = range(len(SOURCES))
 BLOCK = 1024
 """Tokens of a row's text at first; the longest request so far adds multiples of it."""
 NO_TOKEN = -1
@@ -30,6 +32,11 @@ NO_TOKEN = -1
 def num_device_tokens(max_rows: int) -> int:
     """Newest tokens and drafts of all rows."""
     return max_rows * (1 + len(SOURCES) * MOST_DRAFTS)
+
+
+def device_sources(sources: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """[n] the index of each source in the table of drafts; that of prompt lookup for sources that are not there."""
+    return _INDICES[sources]
 
 
 class Texts(NamedTuple):
@@ -90,7 +97,7 @@ class StepDrafts:
         """A request with these sampled tokens; `heads`: index of its first token of heads, and their number. Returns
         the index of its source.
         """
-        index = SOURCES.index(Source(source)) if source in SOURCES else 0
+        index = int(device_sources(np.array(source)))
         self.columns.append((request, row, sampled.start, len(sampled) - 1, index, *heads))
         return index
 
@@ -143,7 +150,7 @@ class DeviceDrafts:
         emitted = Emitted(zeros.repeat(6, 1), zeros, zeros.to(torch.uint8), zeros, report)
         self._propose(self._state, emitted, self._ngrams)
 
-    def place(self, source: int, row: Any, depth: Any) -> Any:
+    def place(self, source: Any, row: Any, depth: Any) -> Any:
         """Where `tokens` has a row's draft, or drafts of several rows. Where there is none, it has NO_TOKEN."""
         return self._max_rows + (source * self._max_rows + row) * MOST_DRAFTS + depth
 

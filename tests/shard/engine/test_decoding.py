@@ -1,6 +1,6 @@
 """Requests that only decode are planned and committed as arrays. Everything is as if each were planned like others."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import pytest
@@ -9,13 +9,15 @@ from hypothesis import strategies as st
 
 from lorikeet.proto.params import LogprobParams, Method, SamplingParams, Schedule, Speculation
 from lorikeet.shard.grpc.streams import Output, TokenColumns
-from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest
+from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequest, Source
 from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.drafter import DraftSettings
+from lorikeet.shard.speculation.history_index import HistoryIndex
 from tests.shard.fake_model import VOCAB_SIZE, generate_alone
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, make_request
 from tests.shard.speculation.scripted_drafts import ScriptedDrafts, script_device
 
+HEADS = "heads"
 LOGPROBS = LogprobParams(wanted=True, alternatives=3)
 KINDS = (
     {},
@@ -28,6 +30,14 @@ KINDS = (
     {"speculation": Speculation(Method.LOOKUP, 4, schedule=Schedule.AUTO)},
     {"speculation": Speculation(Method.LOOKUP, 2, schedule=Schedule.AUTO), "adapter_digest": "a"},
     {"speculation": Speculation(Method.AUTO, 3, schedule=Schedule.HEURISTIC)},
+    {"speculation": Speculation(Method.MEDUSA, 0, 3), "heads_digest": HEADS},
+    {"speculation": Speculation(Method.MEDUSA, 0, 2, Schedule.AUTO), "heads_digest": HEADS},
+    {"speculation": Speculation(Method.MEDUSA, 2, 5, Schedule.HEURISTIC), "heads_digest": HEADS, "adapter_digest": "a"},
+    {"speculation": Speculation(Method.AUTO, 2, 3, Schedule.AUTO), "heads_digest": HEADS, "sampling": SAMPLED},
+    {"speculation": Speculation(Method.AUTO, 3, 2), "heads_digest": HEADS},
+    {"speculation": Speculation(Method.AUTO, 3, schedule=Schedule.AUTO), "tenant": "one"},
+    {"speculation": Speculation(Method.AUTO, 3, 2, Schedule.AUTO), "tenant": "one", "heads_digest": HEADS},
+    {"speculation": Speculation(Method.LOOKUP, 4), "tenant": "one"},
     {"stop_ids": frozenset(range(0, VOCAB_SIZE, 9))},
     {"stop_ids": frozenset((1, 5)), "isolation_steps": 2},
 )
@@ -57,9 +67,10 @@ ARRIVALS = st.lists(
     max_size=10,
 )  # fmt: skip
 SETUPS = st.builds(
-    lambda pages, running, lag, caching, on_device, fewest: Setup(
+    lambda pages, running, lag, caching, on_device, fewest: lambda: Setup(
         num_pages=pages, max_running=running, commit_lag=lag, prefix_caching=caching, step_tokens=16,
-        drafts=DraftSettings(max_batch_size=5, fewest_rows=fewest), drafts_on_device=on_device and lag == 1,
+        drafts=DraftSettings(max_batch_size=5, fewest_rows=fewest, history=HistoryIndex(0)),
+        drafts_on_device=on_device and lag == 1,
     ),
     st.integers(10, 40), st.integers(1, 8), st.integers(0, 1), st.booleans(), st.booleans(), st.integers(1, 4),
 )  # fmt: skip
@@ -75,15 +86,20 @@ def time_steps(rig: Rig, seconds_per_token: float) -> None:
     lengths = rig.scheduler.proposer.draft_length
     observe = lengths.observe
 
-    def timed(step: Sequence[ScheduledRequest], load: Load, _: float, draft_seconds: tuple[float, float]) -> None:
-        observe(step, load, 1 + seconds_per_token * load.num_tokens, draft_seconds)
+    def timed(
+        step: Sequence[ScheduledRequest], load: Load, _: float, draft_seconds: tuple[float, float], with_heads: bool
+    ) -> None:
+        observe(step, load, 1 + seconds_per_token * load.num_tokens, draft_seconds, with_heads)
 
     lengths.observe = timed  # type: ignore[method-assign]
 
 
-def run(setup: Setup, arrivals: Sequence[Arrival], one_by_one: bool, seconds_per_token: float) -> list[object]:
+def run(
+    setup: Callable[[], Setup], arrivals: Sequence[Arrival], one_by_one: bool, seconds_per_token: float
+) -> list[object]:
     """What is seen of each step: outputs so far, preemptions, pages, and who runs."""
-    rig = Rig(setup)
+    rig = Rig(setup())
+    rig.scheduler.adapters.num_heads = lambda digest: 4 * (digest == HEADS)  # type: ignore[method-assign]
     time_steps(rig, seconds_per_token)
     rig.watches_kv = True
     if one_by_one:
@@ -112,7 +128,7 @@ def run(setup: Setup, arrivals: Sequence[Arrival], one_by_one: bool, seconds_per
 @settings(max_examples=60, deadline=None)
 @given(SETUPS, ARRIVALS, st.sampled_from([0.01, 0.2, 2.0]))
 def test_arrays_give_what_requests_one_by_one_give(
-    setup: Setup, arrivals: list[Arrival], seconds_per_token: float
+    setup: Callable[[], Setup], arrivals: list[Arrival], seconds_per_token: float
 ) -> None:
     expected, found = (run(setup, arrivals, each, seconds_per_token) for each in (True, False))
     assert len(found) == len(expected)
@@ -229,6 +245,44 @@ def test_requests_whose_drafts_the_host_looks_up_are_arrays(
     assert columns.drafts.num_drafted.tolist() == [3] * 4
     assert columns.drafts.num_tokens.tolist() == (columns.drafts.num_accepted + 1).tolist()
     rig.run()
+    assert all(request.token_ids == texts[number] for number, request in enumerate(requests))
+
+
+@pytest.mark.parametrize("schedule", list(Schedule))
+@pytest.mark.parametrize("name", ["lag 0", "lag 1", "device"])
+def test_requests_with_heads_are_arrays(name: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of them makes no object for each, whether their drafts are accepted or not."""
+    drafts = DraftSettings(fewest_rows=4)
+    setup = Setup(commit_lag=int(name != "lag 0"), drafts=drafts, drafts_on_device=name == "device")
+    speculation = Speculation(Method.MEDUSA, num_heads=3, schedule=schedule)
+    texts = {number: [number, 2, 3] + generate_alone([number, 2, 3], 100) for number in range(4)}
+    one_by_one, rig = Rig(setup), Rig(setup)
+    for each in (one_by_one, rig):
+        each.scheduler.adapters.num_heads = lambda digest: 4 * (digest == HEADS)  # type: ignore[method-assign]
+        time_steps(each, 0.001)
+        requests = [
+            make_request(number, text[:3], 100, speculation=speculation, heads_digest=HEADS)
+            for number, text in texts.items()
+        ]
+        each.submit(*requests)
+    one_by_one.scheduler.decode = lambda request: None  # type: ignore[method-assign]
+    rig.step(4 if schedule is Schedule.CONSTANT else 25)
+    assert all(request.is_decoding for request in requests)
+    with monkeypatch.context() as patch:
+        patch.setattr("lorikeet.shard.scheduler.scheduler.ScheduledRequest", None)
+        patch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
+        patch.setattr("lorikeet.shard.grpc.streams.Output", None)
+        patch.setattr("lorikeet.shard.engine.step.HeadsRow", None)
+        rig.engine.step()
+        update = rig.outbox.take(1)
+    rig.take(update)
+    [columns] = update.outputs
+    assert isinstance(columns, TokenColumns) and columns.drafts is not None
+    num_drafted = columns.drafts.num_drafted.tolist()
+    assert num_drafted == [3] * 4 or (schedule is Schedule.HEURISTIC and min(num_drafted) > 0)
+    assert columns.drafts.draft_sources.tolist() == [Source.MEDUSA] * 4
+    assert columns.drafts.num_tokens.tolist() == (columns.drafts.num_accepted + 1).tolist()
+    assert values(rig.run()) == values(one_by_one.run())
     assert all(request.token_ids == texts[number] for number, request in enumerate(requests))
 
 

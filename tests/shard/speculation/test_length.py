@@ -34,7 +34,8 @@ def observe(
     seconds: float,
     draft_seconds: tuple[float, float],
 ) -> None:
-    draft_length.observe(step, load_of(step), seconds, draft_seconds)
+    with_heads = any(item.num_heads for item in step)
+    draft_length.observe(step, load_of(step), seconds, draft_seconds, with_heads)
 
 
 def skips(draft_length: DraftLengthController, request: Request) -> bool:
@@ -243,7 +244,8 @@ def test_a_decision_is_not_kept_for_another_request() -> None:
     for number in range(1, 9):
         request = make(number=number)
         rows.append(draft_length.row_of(request, kind_of(request, Source.LOOKUP)))
-        offers = RowOffers(np.array([number]), np.array([MOST]), np.array(rows[-1:]), lengths)
+        own = np.array([number]), np.array([MOST]), np.array(rows[-1:]), lengths
+        offers = RowOffers(*own, np.array([Source.LOOKUP]))
         for _ in range(20 + 3 * number):
             _, widths = draft_length.choose([], Load(1, 1), offers)
             draft_length.verified_rows(offers.admissions, offers.states, widths, np.array([False]))
