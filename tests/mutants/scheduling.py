@@ -34,9 +34,9 @@ MUTANTS = [
     ),
     Mutant(
         "requests whose drafts the device makes wait for their newest token",
-        "shard/scheduler/scheduler.py",
-        "return request.num_launched > 1  #",
-        "return request.num_launched > 0  #",
+        "shard/scheduler/decoding.py",
+        "(self._in_flight[members.rows[members.drafting]] > 1)",
+        "(self._in_flight[members.rows[members.drafting]] > 0)",
         "tests/shard/engine/test_commit_lag.py::test_with_drafts_on_the_device_the_host_never_waits[Medusa]",
     ),
     Mutant(

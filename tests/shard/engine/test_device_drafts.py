@@ -30,6 +30,7 @@ DISTRIBUTIONS: tuple[dict[str, object], ...] = (
     {"sampling": replace(SAMPLED, logit_bias=((5, 1.0),), min_tokens=9, min_tokens_stop_ids=(7,))},
     {"sampling": SAMPLED, "logprobs": LogprobParams(wanted=True, alternatives=3)},
     {"logprobs": SCORED},
+    {"logprobs": LogprobParams(alternatives=21)},  # which is planned by itself, not as a row of arrays
 )
 SCHEDULES = (Schedule.CONSTANT, Schedule.HEURISTIC, Schedule.AUTO)
 
