@@ -12,8 +12,9 @@ from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.proto.params import Grammar
-from lorikeet.shard.grammar.matcher import Compiled, GrammarMatcher, raise_unless_library, reason
+from lorikeet.shard.grammar.matcher import Apart, Compiled, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.grammar.threads import LIMIT_S, Threads
+from lorikeet.shard.grammar.unlocked import UnlockedConsumer
 
 MAX_COMPILED = 128
 MAX_COMPILED_BYTES = 4 << 20
@@ -34,6 +35,7 @@ class GrammarCompiler:
         """`wake` is called from a thread whenever a compilation has ended."""
         self._threads = Threads(NUM_THREADS)
         self._matching = Threads(NUM_THREADS, niceness=MATCHING_NICENESS)
+        self._consumer = UnlockedConsumer(self._unusable)
         self._tokenizer: Future[LLTokenizer] = Future()
         self._make_tokenizer: Callable[[], LLTokenizer] | None = make_tokenizer
         """None from the first grammar on."""
@@ -50,7 +52,12 @@ class GrammarCompiler:
         """
         self._read_tokenizer()
         compiling = (self._compile_apart if is_private else self._compile)(grammar.text, caller)
-        return GrammarMatcher(compiling, grammar.proposes, output_ids, partial(self._submit, caller), is_private)
+        apart = Apart(partial(self._submit, caller), self._consumer)
+        return GrammarMatcher(compiling, grammar.proposes, output_ids, apart, is_private)
+
+    def _unusable(self) -> LLMatcher:
+        """One that takes in nothing."""
+        return LLMatcher(self._tokenizer.result(), "start: (", log_level=0)
 
     def _compile_apart(self, grammar: str, caller: str) -> Future[Compiled]:
         """Also lets the next request compile it anew, because the shared lexer may be full."""

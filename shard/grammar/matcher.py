@@ -18,6 +18,7 @@ from llguidance import LLMatcher
 from llguidance.numpy import fill_next_token_bitmask
 
 from lorikeet.proto.grammars import FREE_S, MAX_MATCHING_S, TOO_SLOW
+from lorikeet.shard.grammar.unlocked import UnlockedConsumer
 from lorikeet.shard.requests.request import Unconstrained
 
 log = structlog.get_logger()
@@ -50,6 +51,15 @@ class Compiled:
     """At the start of a stricter grammar, whose forced tokens are likely in this one."""
 
 
+@dataclass(frozen=True)
+class Apart:
+    """How tokens are taken in apart from the step loop."""
+
+    submit: Callable[[Callable[[], bool]], Future[bool]]
+    """Lets a thread do something; False where that takes too long."""
+    consumer: UnlockedConsumer
+
+
 class GrammarMatcher(Unconstrained):
     """The constraint of one request."""
 
@@ -60,20 +70,18 @@ class GrammarMatcher(Unconstrained):
         compiling: Future[Compiled],
         proposes: bool,
         output_ids: Sequence[int] = (),
-        submit: Callable[[Callable[[], bool]], Future[bool]] | None = None,
+        apart: Apart | None = None,
         is_private: bool = False,
-        clock: Callable[[], float] = time.thread_time,
     ) -> None:
-        """`output_ids` is the output of an earlier run. `submit` lets a thread take in tokens, and returns False where
-        that takes too long. `clock` measures processor time.
-        """
+        """`output_ids` is the output of an earlier run."""
         self.proposes = proposes
         self.eos_id = -1
         """The token that the grammar allows where its text is complete."""
         self._compiling = compiling
-        self._output_ids, self._submit = output_ids, submit
+        self._output_ids, self._apart = output_ids, apart
         self._is_private = is_private
-        self._clock = clock
+        self._clock: Callable[[], float] = time.thread_time
+        """Processor time of the calling thread, in seconds."""
         self._taking: Future[bool] | None = None
         """Tokens that a thread takes in."""
         self._untaken: list[int] = []
@@ -121,15 +129,15 @@ class GrammarMatcher(Unconstrained):
         if compiled.matcher is None:
             return True
         work = partial(self._start, compiled.matcher)
-        if self._output_ids and self._submit is not None:
+        if self._output_ids and self._apart is not None:
             return self._begin(work)
         self.checked(work, False)
         return True
 
     def _begin(self, work: Callable[[], bool]) -> bool:
         """Let a thread do it. Returns whether it is done."""
-        assert self._submit is not None
-        self._taking = self._submit(partial(self.checked, work, False))
+        assert self._apart is not None
+        self._taking = self._apart.submit(partial(self.checked, work, False))
         return self.start()
 
     def _start(self, compiled: LLMatcher) -> bool:
@@ -146,8 +154,11 @@ class GrammarMatcher(Unconstrained):
 
     def _take(self, token_ids: Sequence[int]) -> bool:
         """Take in tokens, and compute which may follow. Runs in a thread."""
+        assert self._apart is not None
+        consumer = self._apart.consumer
         for token_id in token_ids:
-            if self._timed(partial(self._consume, token_id)) or self.error:
+            consume = partial(self._consume, token_id, consumer.consume)
+            if self._timed(consume, consumer.processor_time) or self.error:
                 return True
         self._mask = np.frombuffer(self._timed(self.matcher.compute_bitmask), dtype=np.int32)
         return True
@@ -166,13 +177,14 @@ class GrammarMatcher(Unconstrained):
             mask, self._mask = self._mask[: bitmask.shape[1]], None
             bitmask[row, : len(mask)] = mask
 
-    def _timed(self, work: Callable[[], T]) -> T:
+    def _timed(self, work: Callable[[], T], clock: Callable[[], float] | None = None) -> T:
         """The result of work for one token. Sets `error` once too much was done."""
-        began = self._clock()
+        clock = clock or self._clock
+        began = clock()
         result = work()
-        seconds = self._clock() - began
+        seconds = clock() - began
         if seconds > APART_S:
-            self.is_slow = self._submit is not None
+            self.is_slow = self._apart is not None
         if seconds > FREE_S:
             self._slow_s += seconds - FREE_S
             if self._slow_s > MAX_MATCHING_S:
@@ -205,8 +217,8 @@ class GrammarMatcher(Unconstrained):
             return False
         return self.checked(partial(self._timed, partial(self._consume, token_id)), False)
 
-    def _consume(self, token_id: int) -> bool:
-        if not self.matcher.consume_token(token_id):
+    def _consume(self, token_id: int, consume: Callable[[LLMatcher, int], bool] = LLMatcher.consume_token) -> bool:
+        if not consume(self.matcher, token_id):
             self.error = f"the grammar cannot be continued: {reason(self.matcher)}"
             return False
         self._follow([token_id])

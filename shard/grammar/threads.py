@@ -9,7 +9,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -46,7 +46,25 @@ class _Running:
     job: _Job
     started: float
     is_slow: bool = False
-    thread_id: int = field(default_factory=threading.get_native_id)
+    thread_ids: list[int] = field(default_factory=lambda: [threading.get_native_id()])
+    """Its thread, and the one that works for that."""
+
+
+class _Own(threading.local):
+    """Of one thread."""
+
+    running: _Running | None = None
+    helper_id: int | None = None
+
+
+_OWN = _Own()
+
+
+def set_helper(thread_id: int) -> None:
+    """Another thread works for the calling one from now on, and steps back with it."""
+    _OWN.helper_id = thread_id
+    if _OWN.running is not None:
+        _OWN.running.thread_ids.append(thread_id)
 
 
 class Threads:
@@ -96,7 +114,9 @@ class Threads:
 
     def _run(self, job: _Job) -> bool:
         """Run a job. Returns whether another thread has taken the place of this one."""
-        running = _Running(job, time.monotonic())
+        running = _OWN.running = _Running(job, time.monotonic())
+        if _OWN.helper_id is not None:
+            running.thread_ids.append(_OWN.helper_id)
         with self._changed:
             self._running.add(running)
             self._changed.notify()
@@ -136,15 +156,15 @@ class Threads:
             if not running.is_slow and now - running.started > self._fast_s and self.num_slow < MAX_SLOW:
                 running.is_slow = True
                 self.num_slow += 1
-                _step_back(running.thread_id)
+                _step_back(running.thread_ids)
                 self._start(self._work)
             if now - running.started > self._limit_s and not running.job.future.done():
                 expired.append(running.job)
         return expired
 
 
-def _step_back(thread_id: int) -> None:
+def _step_back(thread_ids: Sequence[int]) -> None:
     """Only Linux has priorities of threads."""
-    if sys.platform == "linux":
+    for thread_id in thread_ids if sys.platform == "linux" else ():
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, thread_id, _NICENESS)

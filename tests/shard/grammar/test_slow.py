@@ -205,6 +205,7 @@ def test_a_request_ends_once_its_grammar_took_too_long() -> None:
     def timed(*arguments: object, **options: object) -> matcher.GrammarMatcher:
         constraint = match(*arguments, **options)  # type: ignore[arg-type]
         constraint._clock = lambda: 0.2 * next(seconds)
+        compiler._consumer.processor_time = constraint._clock  # type: ignore[method-assign]
         return constraint
 
     compiler.match = timed  # type: ignore[method-assign]
