@@ -472,7 +472,7 @@ class Heartbeat(_message.Message):
     def __init__(self, running_step: _Optional[int] = ..., age_ms: _Optional[int] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens", "expected_ms", "gap_us")
+    __slots__ = ("num_running", "num_waiting", "used_pages", "cached_pages", "num_preempted", "step_ms", "step_tokens", "expected_ms", "gap_us", "is_stalled")
     NUM_RUNNING_FIELD_NUMBER: _ClassVar[int]
     NUM_WAITING_FIELD_NUMBER: _ClassVar[int]
     USED_PAGES_FIELD_NUMBER: _ClassVar[int]
@@ -482,6 +482,7 @@ class Load(_message.Message):
     STEP_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_MS_FIELD_NUMBER: _ClassVar[int]
     GAP_US_FIELD_NUMBER: _ClassVar[int]
+    IS_STALLED_FIELD_NUMBER: _ClassVar[int]
     num_running: int
     num_waiting: int
     used_pages: int
@@ -491,7 +492,8 @@ class Load(_message.Message):
     step_tokens: int
     expected_ms: int
     gap_us: int
-    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ..., expected_ms: _Optional[int] = ..., gap_us: _Optional[int] = ...) -> None: ...
+    is_stalled: bool
+    def __init__(self, num_running: _Optional[int] = ..., num_waiting: _Optional[int] = ..., used_pages: _Optional[int] = ..., cached_pages: _Optional[int] = ..., num_preempted: _Optional[int] = ..., step_ms: _Optional[int] = ..., step_tokens: _Optional[int] = ..., expected_ms: _Optional[int] = ..., gap_us: _Optional[int] = ..., is_stalled: _Optional[bool] = ...) -> None: ...
 
 class AdapterState(_message.Message):
     __slots__ = ("digest", "residency", "reason")

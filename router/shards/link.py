@@ -576,7 +576,9 @@ class ShardLink:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step runs there, as far as is known: nothing was sent, or all requests wait for adapters."""
+        """Whether no step runs there, as far as is known: nothing was sent, or all requests wait for adapters or
+        grammars.
+        """
         return not self.running or not (self._has_steps or self.credit.num_unseen)
 
     @property
@@ -646,7 +648,7 @@ class ShardLink:
             self.credit.update(credit.num_requests, credit.num_kv_tokens, credit.acknowledged)
         if output.HasField("load"):
             self.send_timing.set_step_time(output.load.expected_ms / 1000)
-            self._has_steps = output.load.num_running > 0
+            self._has_steps = output.load.num_running > 0 and not output.load.is_stalled
             self.load = output.load
         if output.HasField("step_requests"):
             self.step_requests = frozenset(output.step_requests.ids)

@@ -475,6 +475,7 @@ class Engine:
             step_tokens=self._last[1],
             expected_ms=round(1000 * self._expected),
             gap_us=round(1e6 * self._idle.seconds()),
+            is_stalled=self._is_stalled,
             learning=None if self.learning is None else self.learning.totals,
         )
 

@@ -219,6 +219,8 @@ class Status:
     """Estimated time of the running step, or of the next one."""
     gap_us: int = 0
     """Total time that the device has waited for the host between steps."""
+    is_stalled: bool = False
+    """No step runs, because every request waits for an adapter or a grammar."""
     learning: pb.LearningTotals | None = None
     """Totals of a shard that learns heads."""
 
@@ -267,7 +269,8 @@ class StreamUpdate:
     def routing_state(self) -> tuple[int, ...]:
         """What the router's decisions depend on; a change is worth a message."""
         status = self.status
-        return (status.credit_requests, status.credit_tokens, status.expected_ms, self.acknowledged)
+        credit = status.credit_requests, status.credit_tokens, self.acknowledged
+        return (*credit, status.expected_ms, status.is_stalled)
 
 
 class StreamTooSlow(Exception):

@@ -1,8 +1,20 @@
 """When a batch leaves: as late as it is of use for the next step, and at the beginning of a step that made room."""
 
 import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
-from lorikeet.router.shards.link import LONGEST_GATHER_SECONDS, QUIET_SECONDS, RETURNING_SECONDS, SendTiming
+from lorikeet.proto import shard_pb2 as pb
+from lorikeet.router.config import RouterConfig
+from lorikeet.router.shards.link import (
+    LONGEST_GATHER_SECONDS,
+    OPEN,
+    QUIET_SECONDS,
+    RETURNING_SECONDS,
+    SendTiming,
+    ShardLink,
+)
 
 
 def stepping(at: float, seconds: float) -> SendTiming:
@@ -16,6 +28,16 @@ def test_an_idle_shard_gets_the_first_request_at_once() -> None:
     timing = SendTiming()
     timing.on_arrival(1.0, is_first=True)
     assert timing.send_at(1.0, shard_idle=True) == 1.0
+
+
+def test_a_shard_whose_requests_all_wait_for_their_grammars_is_idle(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path}/shard.sock"
+    link = ShardLink(0, address, "", OPEN, RouterConfig("m", str(tmp_path), (address,)))
+    running: Any = SimpleNamespace()
+    link.running[1] = running
+    for is_stalled in (False, True, False):
+        link.update(pb.StepOutput(load=pb.Load(num_running=1, is_stalled=is_stalled)), 1.0)
+        assert link.is_idle is is_stalled
 
 
 def test_later_requests_wait_for_the_step() -> None:

@@ -131,8 +131,10 @@ def test_no_step_waits_for_a_slow_grammar() -> None:
     assert slow.num_output == 2 and other.num_output == 8  # the first token showed that it is slow
     here.step(2)
     assert here.outputs[2].finish_reason is FinishReason.LENGTH
-    here.step()
-    assert here.engine._is_stalled
+    assert not here.outbox.take(EPOCH).status.is_stalled
+    num_wakes = here.num_wakes
+    assert here.step().status.is_stalled
+    assert here.num_wakes == num_wakes + 1, "a router that has a request sends it now"
     while not slow.finish_reason:
         compiler.let()
         here.step(2)
