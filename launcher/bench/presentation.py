@@ -422,8 +422,11 @@ def _interval(first: Result, second: Result, key: str) -> tuple[float, float] | 
         medians.append(_medians(values, generator))
     # [at most _DRAWS] each
     a, b = (draws[: min(map(len, medians))] for draws in medians)
-    low, high = np.nanpercentile(b / np.where(a == 0, np.nan, a), [2.5, 97.5])
-    return (float(low), float(high)) if math.isfinite(low) else None
+    ratios = b[a > 0] / a[a > 0]
+    if not len(ratios):
+        return None
+    low, high = np.percentile(ratios, [2.5, 97.5])
+    return float(low), float(high)
 
 
 def _medians(values: Sequence[Sequence[float]], generator: Generator) -> np.ndarray:

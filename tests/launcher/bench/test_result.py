@@ -111,6 +111,14 @@ def test_gaps_of_a_request_are_drawn_together() -> None:
     assert "0.500 – 2.000, no difference shown" in itl
 
 
+def test_a_median_of_zero_has_no_ratio() -> None:
+    """Tokens that come together have no time between them."""
+    together = [sample(0.0, 0.1, 0.0, 0.0, 0.0) for _ in range(7)]
+    measured = result.measured(LoadResult(together, 2.0, 0.1), [99], {})
+    itl = next(line for line in compared(measured, measured).splitlines() if line.startswith("Median ITL"))
+    assert itl.split()[3:] == ["0.00", "0.00", "nan"]
+
+
 def test_results_without_values_per_request_have_no_interval() -> None:
     first = {key: value for key, value in made().items() if key not in result.ARRAYS}
     assert "difference" not in compared(first, made())
