@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import AdapterChanged
-from lorikeet.adapters.loader.jobs import SETTLE_S, Jobs
+from lorikeet.adapters.loader.jobs import EMPTY_CHECKS, SETTLE_S, Jobs
 from lorikeet.adapters.refs import Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
 
@@ -21,16 +21,20 @@ def anyio_backend() -> str:
 
 
 @pytest.mark.parametrize("is_written", [True, False])
-async def test_files_that_change_a_moment_later_are_read_again(tmp_path: Path, is_written: bool) -> None:
+@pytest.mark.parametrize(("content", "seconds"), [(b"{", SETTLE_S / 5), (b"", SETTLE_S * EMPTY_CHECKS / 2)])
+async def test_files_that_change_a_moment_later_are_read_again(
+    tmp_path: Path, content: bytes, seconds: float, is_written: bool
+) -> None:
+    """An empty file has longer: whatever has emptied it is about to write it."""
     folder = tmp_path / "a"
     folder.mkdir()
     (folder / "adapter_model.safetensors").write_bytes(b"weights")
-    (folder / "adapter_config.json").write_bytes(b"")
+    (folder / "adapter_config.json").write_bytes(content)
     local = LocalSource([tmp_path], 1000)
     pin = (await local.resolve(Ref(SourceKind.LOCAL, "a"), None)).pin
     jobs: Any = SimpleNamespace(_sources={SourceKind.LOCAL: local})
     checking = asyncio.create_task(Jobs._check_unchanged(jobs, pin))
-    await asyncio.sleep(SETTLE_S / 5)
+    await asyncio.sleep(seconds)
     if is_written:
         (folder / "adapter_config.json").write_bytes(b"{}")
         with pytest.raises(AdapterChanged, match="has changed"):
