@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -46,7 +47,7 @@ class HostCase:
 
     @property
     def has_drafts(self) -> bool:
-        return self.kind in ("drafts", "auto", "host", "heuristic", "paused", "heads")
+        return self.kind in ("drafts", "auto", "host", "heuristic", "paused", "heads", "draft-model", "history")
 
 
 CASES = (
@@ -68,6 +69,10 @@ CASES = (
     HostCase("heuristic", 64, 3.0),
     HostCase("heads", 1, 1.2),
     HostCase("heads", 64, 3.0),
+    HostCase("heads", 256, 4.0),
+    HostCase("history", 64, 3.0),
+    HostCase("draft-model", 1, 3.0),
+    HostCase("draft-model", 64, 5.0),
     HostCase("paused", 64, 0.6),
     HostCase("paused", 256, 1.3),
     HostCase("logprobs", 256, 2.5),
@@ -75,9 +80,10 @@ CASES = (
 )
 """`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
 all accepted; `auto`: the same with the schedule `auto`; `host`: as `auto`, made by the host; `heuristic`: as `host`,
-with that schedule; `heads`: as `host`, of Medusa heads; `paused`: as `host`, where too many requests run for drafts;
-`logprobs`: log probabilities of each token and of five alternatives, whose operators are not launched: on a device
-without values each takes tens of microseconds of Python that a launch does not.
+with that schedule; `heads`: as `host`, of Medusa heads; `history`: as `host`, from earlier outputs; `draft-model`: as
+`host`, of a draft model, its passes included; `paused`: as `host`, where too many requests run for drafts; `logprobs`:
+log probabilities of each token and of five alternatives, whose operators are not launched: on a device without values
+each takes tens of microseconds of Python that a launch does not.
 """
 
 
@@ -102,7 +108,9 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
     from lorikeet.shard.scheduler.kv_cache import KvCache
     from lorikeet.shard.scheduler.scheduler import Scheduler
     from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS
+    from lorikeet.shard.speculation.draft_network import DraftNetwork
     from lorikeet.shard.speculation.drafter import DraftSettings
+    from lorikeet.shard.speculation.history_index import HistoryIndex
     from tests.cuda.decode_step import META, MOST_TOKENS, NUM_SLOTS, PAGE, model_of, without_values
     from tests.shard.engine.test_on_a_device import begun, waited
     from tests.shard.rig import EPOCH, make_request
@@ -119,13 +127,25 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
         drafts = None
         if case.has_drafts:
-            on_device = case.kind in ("drafts", "auto")
-            drafts = DraftSettings(batch - (case.kind == "paused"), most_on_device=16 if on_device else 0)
+            on_device, sources = case.kind in ("drafts", "auto"), dict[str, Any]()
+            if case.kind == "history":
+                sources = {"history": HistoryIndex(1 << 22), "ngram_max": 1, "ngram_long": 2}
+                sources["history"].add(("one", ""), [0] * 100)
+            most_running, has_draft_model = batch - (case.kind == "paused"), case.kind == "draft-model"
+            drafts = DraftSettings(
+                most_running, most_on_device=16 if on_device else 0, has_draft_model=has_draft_model, **sources
+            )
             inputs.num_accepted = sampler.device_drafts.num_accepted
         num_pages = batch * (MAX_NEW_TOKENS // PAGE + 2)
         scheduler = Scheduler(KvCache(num_pages, PAGE), Limits(2 * MOST_TOKENS, batch), drafts=drafts)
         inbox, outbox = Inbox(), Outbox()
-        engine = Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(commit_lag=1))
+        networks = [model]
+        drafter = None
+        if case.kind == "draft-model":
+            networks.append(model_of(replace(LLAMA_8B, layers=1), has_adapters=False))
+            networks[1].inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=False))
+            drafter = DraftNetwork(networks[1], sampler, vocab_size, vocab_size)
+        engine = Engine(model, sampler, scheduler, (inbox, outbox), LoopConfig(commit_lag=1), drafter)
         outbox.open(EPOCH, wake=lambda: None)
         inbox.put(StreamOpened(EPOCH))
         fields: dict[str, Any] = {}
@@ -134,6 +154,10 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if case.has_drafts:
             schedule = {"drafts": Schedule.CONSTANT, "heuristic": Schedule.HEURISTIC}.get(case.kind, Schedule.AUTO)
             fields["speculation"] = Speculation(Method.LOOKUP, 3, schedule=schedule)
+        if case.kind == "draft-model":
+            fields["speculation"] = Speculation(Method.DRAFT, 3, schedule=Schedule.AUTO)
+        if case.kind == "history":
+            fields["tenant"] = "one"
         if case.kind == "heads":
             fields["speculation"] = Speculation(Method.MEDUSA, num_heads=3, schedule=Schedule.AUTO)
         if case.kind == "logprobs":
@@ -141,8 +165,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         requests = [make_request(number, [1, 2, 3], MAX_NEW_TOKENS, **fields) for number in range(batch)]
         inbox.put(Commands(EPOCH, submits=[*requests]))
 
-        def compute() -> torch.Tensor:
-            return torch.empty(1, inputs.num_logits + 1, vocab_size, device=META)[0]
+        def compute(of: Any) -> torch.Tensor:
+            return torch.empty(1, of.inputs.num_logits + 1, vocab_size, device=META)[0]
 
         def found_match(values: torch.Tensor) -> torch.Tensor:
             if case.has_drafts and values.ndim == 2 and values.shape[1] == MOST_DRAFTS + 1:
@@ -154,8 +178,9 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
 
         patch.setattr(HostCopy, "__init__", begun)
         patch.setattr(HostCopy, "wait", lambda copy: [found_match(values) for values in waited(copy)])
-        patch.setattr(model, "graphs", cast(Any, SimpleNamespace(replay=replay)))
-        patch.setattr(model, "compute", compute)
+        for network in networks:
+            patch.setattr(network, "graphs", cast(Any, SimpleNamespace(replay=replay)))
+            patch.setattr(network, "compute", partial(compute, network))
         patch.setattr(JITFunction, "run", lambda *_, **__: None)
         if case.has_drafts:
             lengths = scheduler.proposer.draft_length

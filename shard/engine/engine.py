@@ -250,13 +250,24 @@ class Engine:
     def _inputs(self, plan: StepPlan, timer: PhaseTimer) -> tuple[Layout, DraftDraws | None]:
         """Describe the step to the model. Drafts of a draft model are drawn first; returns how."""
         self._refresh_rows()
-        draws = None if self._drafter is None else self._drafter.draft(plan.scheduled, timer, self._idle)
+        draws = None if self._drafter is None else self._draw(self._drafter, plan, timer)
         timer.mark(Phase.DRAFT)
         truncate_drafts(plan.scheduled)
         layout = Layout.of(plan)
         self._masks.start(plan.scheduled, layout.num_decoding)
         fill_inputs(self._network.inputs, layout, self._sampler, self._masks.is_needed)
         return layout, draws
+
+    def _draw(self, drafter: DraftNetwork, plan: StepPlan, timer: PhaseTimer) -> DraftDraws | None:
+        """Fill in the drafts of the draft model. Returns how they were drawn, None without any."""
+        decode = plan.decode
+        draws, ids_by_row = drafter.draft(plan.scheduled, None if decode is None else decode.passes, timer, self._idle)
+        for item in plan.scheduled:
+            if item.num_drawn:
+                item.draft_ids = ids_by_row[item.request.row]
+        if draws is not None and decode is not None:
+            decode.take_drawn(ids_by_row)
+        return draws
 
     def _forward(
         self, scheduled: list[ScheduledRequest], timer: PhaseTimer
@@ -329,7 +340,7 @@ class Engine:
         self._step_costs.observe(step.load.num_tokens, step.load.num_attended, elapsed)
         self.scheduler.prompt_chunks.observe(step.plan.num_prompt_tokens, step.load.num_tokens, elapsed)
         if draft_length.is_used:
-            draft_length.observe(scheduled, load, elapsed, draft_seconds, step.layout.num_heads > 0)
+            draft_length.observe(scheduled, load, elapsed, draft_seconds, step.layout.network_load)
         self._committed_at = now
 
     def _commit_decoding(self, decode: DecodeStep, results: HostResults, seconds: tuple[float, float, float]) -> None:

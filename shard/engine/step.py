@@ -30,6 +30,7 @@ from lorikeet.shard.scheduler.decoding import Committed, DecodeStep, OutputGroup
 from lorikeet.shard.scheduler.scheduler import StepPlan
 from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.device.device_drafts import MOST_DRAFTS, NO_TOKEN, StepDrafts, device_sources
+from lorikeet.shard.speculation.length import NetworkLoad
 from lorikeet.shard.system.timing import PhaseTimer
 
 
@@ -178,6 +179,18 @@ class Layout:
         """Whether the step verifies drafts."""
         is_decode_drafted = self.decode is not None and self.decode.has_drafts
         return is_decode_drafted or len(self.sample_indices) > len(self.sampled_rows)
+
+    @property
+    def network_load(self) -> NetworkLoad:
+        """What heads and a draft model computed."""
+        drawn = [(part.item.end, part.item.num_drawn) for part in self.parts if part.item.num_drawn]
+        num_drawn, num_attended = len(drawn), sum(end for end, _ in drawn)
+        most = max((number for _, number in drawn), default=0)
+        if self.decode is not None and (passes := self.decode.passes) is not None:
+            is_drawn = passes.num_drawn > 0
+            num_drawn, num_attended = num_drawn + int(is_drawn.sum()), num_attended + int(passes.ends[is_drawn].sum())
+            most = max(most, int(passes.num_drawn.max()))
+        return NetworkLoad(self.num_heads > 0, num_drawn, num_attended, most)
 
     @property
     def heads(self) -> HeadsRows:

@@ -8,8 +8,8 @@ always current. Imports no torch.
 """
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -17,9 +17,10 @@ import numpy as np
 import numpy.typing as npt
 
 from lorikeet.shard.requests.request import UNCONSTRAINED, Request, ScheduledRequest
-from lorikeet.shard.scheduler.draft_rows import NO_SOURCES, DraftRows, RowSources
+from lorikeet.shard.scheduler.draft_rows import NO_SOURCES, DraftRows, NetworkStates, RowSources
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import Load
+from lorikeet.shard.speculation.draft_model import Passes
 from lorikeet.shard.speculation.drafter import DraftSettings, RowDrafts, RowOffers
 from lorikeet.shard.speculation.states import NO_STATE
 
@@ -70,6 +71,8 @@ class Members:
     """[m] indices of those whose drafts the device makes."""
     host_drafting: Indices
     """[m] indices of those whose drafts the host makes."""
+    with_draft_model: Indices
+    """[m] indices of those for which a draft model may draft."""
     with_heads: Indices
     """[m] indices of those for which heads may draft."""
     looking_up: Indices
@@ -121,6 +124,10 @@ class DecodeStep:
     has_drafts: bool = False
     has_heads: bool = False
     """Whether any `num_heads` is set."""
+    taking_in: Indices = field(default_factory=lambda: NO_ROW_IDS)
+    """[k] indices of the requests of which the draft model takes in the newest tokens, and draws what follows …"""
+    draft_starts: Indices = field(default_factory=lambda: NO_ROW_IDS)
+    """[k] … and position of the first of these."""
     is_dissolved: bool = False
     """Whether its requests left before it was launched, and are planned like others."""
     made_items: dict[int, ScheduledRequest] = field(default_factory=dict)
@@ -149,6 +156,23 @@ class DecodeStep:
         firsts: Indices = np.cumsum(num_ids) - num_ids
         return firsts
 
+    @cached_property
+    def passes(self) -> Passes | None:
+        """What the draft model computes for its requests, None for nothing."""
+        at = self.taking_in
+        if not len(at):
+            return None
+        texts, ends = [self.members.texts[index] for index in at.tolist()], self.starts[at] + np.int64(1)
+        rows, num_drawn = self.members.rows[at], self.widths[at].astype(np.int64)
+        return Passes(texts, self.page_table[at], self.draft_starts, ends, rows, num_drawn)
+
+    def take_drawn(self, ids_by_row: Mapping[int, list[int]]) -> None:
+        """The draft model has drawn these tokens, by row of device state."""
+        most = self.host_ids.shape[1]
+        for index in self.taking_in[self.widths[self.taking_in] > 0].tolist():
+            ids = ids_by_row[self.members.row_list[index]]
+            self.host_ids[index] = ids + [NO_TOKEN] * (most - len(ids))
+
     @property
     def load(self) -> Load:
         """What it computes."""
@@ -172,6 +196,8 @@ class DecodeStep:
             item.source, item.draft_state = int(self.sources[index]), int(self.draft_states[index])
             item.is_on_device = request.drafts_on_device
             item.draft_ids = [0] * width if item.is_on_device else self.host_ids[index, :width].tolist()
+        if len(taking_in := np.flatnonzero(self.taking_in == index)):
+            item.draft_start, item.draft_end = int(self.draft_starts[taking_in[0]]), item.end
         return item
 
     def index_of(self, request: Request) -> int:
@@ -201,6 +227,8 @@ class Committed:
     """[n] tokens of each, those of the others undefined; empty without drafts."""
     num_drafted: Indices = field(default_factory=lambda: NO_ROW_IDS)
     """[n] drafts that were verified; empty without."""
+    draft_pages: list[int] = field(default_factory=list)
+    """Pages whose KV of the draft model is complete from now on."""
 
 
 class DecodingRequests:
@@ -353,7 +381,18 @@ class DecodingRequests:
         num_left[~self._is_member[rows]] = 0
         if len(of_host := members.host_drafting):  # which must know the newest token
             num_left[of_host[self._in_flight[rows[of_host]] > 1]] = 0
-        return self.drafts.offers(rows, num_left, members.admissions, self._lengths[rows], members.texts)
+        lengths = self._lengths[rows]
+        offers = self.drafts.offers(rows, num_left, members.admissions, lengths, members.texts)
+        if offers.networks is None or not len(members.with_draft_model):
+            return offers
+        at, size = offers.networks.indices, self._cache.page_size
+        firsts, lasts = self.drafts.num_draft_computed[rows[at]] // size, (lengths[at] - 1) // size
+        pages = np.stack([self._page_table[rows[at], each] for each in (firsts, lasts)], axis=1).astype(np.int64)
+        return offers._replace(networks=offers.networks._replace(pages=pages))
+
+    def networks(self) -> NetworkStates:
+        """Of all requests that are here."""
+        return self.drafts.networks(self.members.rows, self._lengths[self.members.rows])
 
     def num_missing_for(self, step: DecodeStep, widths: Indices) -> int:
         """Pages that these drafts need in addition to those that the requests have."""
@@ -363,7 +402,11 @@ class DecodingRequests:
 
     def add_drafts(self, step: DecodeStep, drafts: RowDrafts) -> None:
         """Add drafts to a step that was just planned. There are enough pages for them."""
-        widths, draft_states, sources, num_heads = drafts
+        widths, draft_states, sources, num_heads, taking_in = drafts
+        if taking_in is not None:
+            rows = step.members.rows[taking_in]
+            step.taking_in, step.draft_starts = taking_in, self.drafts.num_draft_computed[rows]
+            self.drafts.num_draft_computed[rows] = step.starts[taking_in] + 1
         if num_heads is not None and np.count_nonzero(num_heads):
             step.num_heads, step.has_heads = num_heads, True
             self.drafts.expect_heads(step.members.rows, num_heads)
@@ -416,7 +459,22 @@ class DecodingRequests:
             committed = Committed(self._commit_single(step, token_ids, is_bad))
         if len(step.members.with_heads):
             self._take_heads(step, committed, head_ids)
+        if len(step.taking_in):
+            committed = replace(committed, draft_pages=self._take_drawn(step, committed))
         return committed
+
+    def _take_drawn(self, step: DecodeStep, committed: Committed) -> list[int]:
+        """Count the tokens whose KV of the draft model is computed. Returns the pages that they complete."""
+        continues = committed.continues[step.taking_in]
+        indices, firsts = step.taking_in[continues], step.draft_starts[continues]
+        rows, ends = step.members.rows[indices], step.starts[indices] + np.int64(1)
+        if step.has_drafts:  # of a drawn token it computes the KV when it draws the next one
+            ends = ends + np.minimum(committed.num_taken[indices], step.widths[indices]).clip(min=1) - 1
+        self.drafts.num_draft_computed[rows] = ends
+        firsts, ends = firsts // self._cache.page_size, ends // self._cache.page_size
+        full = np.flatnonzero(ends > firsts)
+        spans = zip(indices[full].tolist(), firsts[full].tolist(), ends[full].tolist(), strict=True)
+        return [page for index, *span in spans for page in step.members.requests[index].page_ids[slice(*span)]]
 
     def _take_heads(self, step: DecodeStep, committed: Committed, head_ids: Indices) -> None:
         """Keep the tokens of heads after the newest token of each request that continues."""
@@ -542,6 +600,7 @@ class DecodingRequests:
             self._admissions[rows],
             np.flatnonzero(self.drafts.on_device[rows]),
             np.flatnonzero(self.drafts.on_host[rows]),
+            np.flatnonzero(self.drafts.has_draft_model[rows]),
             np.flatnonzero(self.drafts.num_heads[rows]),
             np.flatnonzero(self.drafts.has_index[rows]),
             np.flatnonzero(self._is_pausing[rows]),

@@ -10,21 +10,24 @@ import numpy.typing as npt
 
 from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import Request, Source
+from lorikeet.shard.speculation.draft_model import ALWAYS_FITS
 from lorikeet.shard.speculation.drafter import NetworkOffers, RowOffers
 from lorikeet.shard.speculation.history_index import HistoryIndex, Pair
 from lorikeet.shard.speculation.lookup import Index
 from lorikeet.shard.speculation.lookup_rows import LookupRows
 from lorikeet.shard.speculation.states import NO_STATE, Indices
 
-LOOKUP, HISTORY, HEADS = range(3)
+LOOKUP, HISTORY, NETWORK = range(3)
 """Places of the sources in the arrays."""
 PLACES: Indices = np.zeros(256, np.int64)
 """The place of each source, by its value."""
-PLACES[Source.HISTORY], PLACES[Source.MEDUSA] = HISTORY, HEADS
-LOOKUP_STATES, HISTORY_STATES, HEADS_STATE, NUM_STATES = 0, 2, 4, 5
+PLACES[Source.HISTORY], PLACES[Source.MEDUSA], PLACES[Source.DRAFT] = HISTORY, NETWORK, NETWORK
+LOOKUP_STATES, HISTORY_STATES, NETWORK_STATE, NUM_STATES = 0, 2, 4, 5
 """Columns of `DraftRows._states`: drafts from texts have a row of `DraftStates` after a match that is not long, and one
 after a long one.
 """
+
+NO_PAGES: Indices = np.empty((0, 2), np.int64)
 
 Flags = npt.NDArray[np.bool_]
 
@@ -39,15 +42,27 @@ class RowSources(NamedTuple):
     """Whose history proposes drafts."""
     num_heads: int = 0
     """Draft tokens of heads in a step."""
+    has_draft_model: bool = False
     states: Sequence[int] = (NO_STATE,) * NUM_STATES
     """Rows of `DraftStates`, NO_STATE without such drafts and with a constant schedule."""
 
     @property
     def are_any(self) -> bool:
-        return self.has_lookup or self.pair is not None or self.num_heads > 0
+        return self.has_lookup or self.pair is not None or self.num_heads > 0 or self.has_draft_model
 
 
 NO_SOURCES = RowSources()
+
+
+class NetworkStates(NamedTuple):
+    """Requests for which heads or a draft model may draft: arrays of m."""
+
+    indices: Indices
+    """Among all that only decode."""
+    states: Indices
+    """Rows of `DraftStates`, NO_STATE with a constant schedule."""
+    lags: Flags
+    """Whether the draft model has more to take in than after a step whose drafts were accepted."""
 
 
 class DraftRows:
@@ -65,6 +80,9 @@ class DraftRows:
         self.has_history: Flags = np.zeros(max_rows, bool)
         self.num_heads: Indices = np.zeros(max_rows, np.int64)
         """Draft tokens of heads in a step, 0 for none."""
+        self.has_draft_model: Flags = np.zeros(max_rows, bool)
+        self.num_draft_computed: Indices = np.zeros(max_rows, np.int64)
+        """As `Request.num_draft_computed`."""
         self.match_lengths: Indices = np.zeros(max_rows, np.int64)
         """Tokens of the match that the next drafts of prompt lookup continue, 0 without one."""
         self._is_auto: Flags = np.zeros(max_rows, bool)
@@ -88,9 +106,12 @@ class DraftRows:
         self.num_heads[row], self._is_auto[row] = sources.num_heads, params.schedule is Schedule.AUTO
         self.match_lengths[row], self._most_texts[row] = request.match_length, params.num_tokens
         self._pairs[row], self._states[row] = sources.pair, sources.states
+        self.has_draft_model[row], self.num_draft_computed[row] = sources.has_draft_model, request.num_draft_computed
         self._widen(max(params.num_tokens, sources.num_heads))
         self._num_ids[:, row] = 0
         self._set_heads(row, request.head_ids)
+        if sources.has_draft_model:
+            self._num_ids[NETWORK, row] = params.num_tokens
         if sources.text_index is not None:
             self._lookups.put(row, sources.text_index)
             self._follow(np.array([row]), np.zeros(1, np.int64), np.zeros(0, np.int64))
@@ -103,10 +124,24 @@ class DraftRows:
         """The request is one like others from now on."""
         row = request.row
         if self.num_heads[row]:
-            request.head_ids = self._ids[HEADS, row, : self._num_ids[HEADS, row]].tolist()
+            request.head_ids = self._ids[NETWORK, row, : self._num_ids[NETWORK, row]].tolist()
+        if self.has_draft_model[row]:
+            request.num_draft_computed = int(self.num_draft_computed[row])
         if self.on_device[row]:
             request.match_length = int(self.match_lengths[row])
         self._lookups.put(row, None)
+
+    def has_network(self, rows: Indices) -> Flags:
+        """[n] whether heads or a draft model may draft."""
+        has: Flags = (self.num_heads[rows] > 0) | self.has_draft_model[rows]
+        return has
+
+    def networks(self, rows: Indices, lengths: Indices) -> NetworkStates:
+        """Those of these requests for which networks may draft. lengths: [n] their known tokens."""
+        indices = np.flatnonzero(self.has_network(rows))
+        rows = rows[indices]
+        lags = self.has_draft_model[rows] & (lengths[indices] - self.num_draft_computed[rows] > ALWAYS_FITS)
+        return NetworkStates(indices, self._states[rows, NETWORK_STATE], lags)
 
     def may_draft(self, rows: Indices) -> Indices:
         """Rows of `DraftStates` of all drafts that these requests of the host may have after tokens that are being
@@ -125,21 +160,24 @@ class DraftRows:
         widths[self.match_lengths[rows] == 0] = 0
         sources = np.full(len(rows), Source.LOOKUP, np.int64)
         offers = RowOffers(admissions, widths, self._lookup_states(rows), lengths, sources)
-        num_heads = self.num_heads[rows]
-        with_heads, with_history = np.flatnonzero(num_heads), np.flatnonzero(self.has_history[rows])
-        if not (len(with_heads) or len(with_history)):
+        with_networks, with_history = np.flatnonzero(self.has_network(rows)), np.flatnonzero(self.has_history[rows])
+        if not (len(with_networks) or len(with_history)):
             return offers
         # [n] tokens of the match that drafts from texts continue
         matches = np.where(widths > 0, self.match_lengths[rows], 0)
         for index in with_history.tolist():
             self._offer_history(offers, index, int(rows[index]), int(num_left[index]), matches, texts[index])
-        if not len(with_heads):
+        if not len(with_networks):
             return offers
-        rows = rows[with_heads]
-        of_heads = np.minimum(self._num_ids[HEADS, rows], num_left[with_heads])
-        of_heads[matches[with_heads] >= self._ngram_long] = 0
-        states = self._states[rows, HEADS_STATE]
-        return offers._replace(heads=NetworkOffers(with_heads, of_heads, states, num_heads[with_heads]))
+        rows = rows[with_networks]
+        of_networks = np.minimum(self._num_ids[NETWORK, rows], num_left[with_networks])
+        of_networks[matches[with_networks] >= self._ngram_long] = 0
+        states, by = (
+            self._states[rows, NETWORK_STATE],
+            np.where(self.has_draft_model[rows], Source.DRAFT, Source.MEDUSA),
+        )
+        networks = NetworkOffers(with_networks, of_networks, states, by, self.num_heads[rows], NO_PAGES)
+        return offers._replace(networks=networks)
 
     def _offer_history(
         self, offers: RowOffers, index: int, row: int, num_left: int, matches: Indices, token_ids: list[int]
@@ -177,18 +215,18 @@ class DraftRows:
 
     def expect_heads(self, rows: Indices, num_heads: Indices) -> None:
         """A step whose heads may draft for the next one is launched, [n] each."""
-        num_ids = self._num_ids[HEADS, rows]
-        self._num_ids[HEADS, rows] = np.where((num_ids == 0) & self.on_device[rows], num_heads, num_ids)
+        num_ids = self._num_ids[NETWORK, rows]
+        self._num_ids[NETWORK, rows] = np.where((num_ids == 0) & self.on_device[rows], num_heads, num_ids)
 
     def take_heads(self, rows: Indices, num_heads: Indices, head_ids: Indices) -> None:
         """A step gave these tokens of heads after the newest ones. head_ids: [n, most], any behind those of a row."""
-        self._num_ids[HEADS, rows] = num_heads
-        self._ids[HEADS, rows, : head_ids.shape[1]] = head_ids
+        self._num_ids[NETWORK, rows] = num_heads
+        self._ids[NETWORK, rows, : head_ids.shape[1]] = head_ids
 
     def _set_heads(self, row: int, head_ids: Sequence[int]) -> None:
         if self.num_heads[row]:
-            self._num_ids[HEADS, row] = len(head_ids)
-            self._ids[HEADS, row, : len(head_ids)] = head_ids
+            self._num_ids[NETWORK, row] = len(head_ids)
+            self._ids[NETWORK, row, : len(head_ids)] = head_ids
 
     def _lookup_states(self, rows: Indices) -> Indices:
         is_long = self.match_lengths[rows] >= self._ngram_long

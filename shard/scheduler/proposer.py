@@ -11,9 +11,17 @@ from lorikeet.proto.params import Schedule
 from lorikeet.shard.requests.request import Request, ScheduledRequest, Source, load_of
 from lorikeet.shard.scheduler.budget import Budget
 from lorikeet.shard.scheduler.decoding import Committed, DecodeStep
-from lorikeet.shard.scheduler.draft_rows import HEADS_STATE, HISTORY_STATES, LOOKUP_STATES, NUM_STATES, RowSources
+from lorikeet.shard.scheduler.draft_rows import (
+    HISTORY_STATES,
+    LOOKUP_STATES,
+    NETWORK_STATE,
+    NUM_STATES,
+    NetworkStates,
+    RowSources,
+)
 from lorikeet.shard.scheduler.kv_cache import KvCache
 from lorikeet.shard.speculation.costs import NO_LOAD, Load
+from lorikeet.shard.speculation.draft_model import DraftModelDrafter
 from lorikeet.shard.speculation.drafter import (
     NO_ROWS,
     Drafter,
@@ -65,44 +73,45 @@ class Proposer:
         """
         self.drafters.begin()
         offers: list[tuple[ScheduledRequest, Offer]] = []
-        followers = self._followers(of_decoding)
+        rows, num_heads, taking_in = self._try_networks(of_decoding)
         for item in scheduled:
-            while followers and followers[0][0] < item.request.admission:
-                self.draft_length.follow(followers.pop(0)[1])
             drafters = self._trying(item.request, num_running)
             if drafters and (offer := self._offer(item, drafters, budget)) is not None:
                 offers.append((item, offer))
-        for _, state in followers:
-            self.draft_length.follow(state)
-        rows, num_heads = self._try_heads(of_decoding)
         row_widths = rows.widths
         if offers or row_widths.any():
             load = load_of(scheduled) + decoding
             widths, row_widths = self.draft_length.choose([offer for _, offer in offers], load, rows)
             for (item, offer), width in zip(offers, widths, strict=True):
                 self._add(item, offer, width)
-        return RowDrafts(row_widths, rows.states, rows.sources, num_heads)
+        return RowDrafts(row_widths, rows.states, rows.sources, num_heads, taking_in)
 
-    def _followers(self, rows: RowOffers) -> list[tuple[int, int]]:
-        """Requests that only decode and of which it has yet to be decided whether they try heads: their admission, and
-        the row of `DraftStates`, in order.
+    def unready(self, networks: NetworkStates) -> Indices:
+        """Indices of the requests that only decode and are to be planned like others in this step: it has yet to be
+        decided whether they try a network, or the draft model lags behind.
         """
-        if rows.heads is None:
-            return []
-        found = self.draft_length.followers(rows.heads.states)
-        if not len(found):
-            return []
-        admissions = rows.admissions[rows.heads.indices[found]]
-        return sorted(zip(admissions.tolist(), rows.heads.states[found].tolist(), strict=True))
+        are_open = self.draft_length.follows(networks.states)
+        if networks.lags.any():
+            are_open |= networks.lags & self.draft_length.are_tried(networks.states)
+        return networks.indices[are_open]
 
-    def _try_heads(self, rows: RowOffers) -> tuple[RowOffers, Indices | None]:
-        """The offers with those of heads that are tried, and [n] the tokens of heads that the step computes."""
-        if rows.heads is None:
-            return rows, None
-        are_tried = self.draft_length.are_tried(rows.heads.states)
-        num_heads = np.zeros(len(rows.widths), np.int64)
-        num_heads[rows.heads.indices] = np.where(are_tried, rows.heads.num_heads, 0)
-        return rows.with_heads(are_tried), num_heads
+    def _try_networks(self, rows: RowOffers) -> tuple[RowOffers, Indices | None, Indices | None]:
+        """The offers with those of networks that are tried; [n] the tokens of heads that the step computes, and [k] the
+        requests of which the draft model takes in tokens, as in `RowDrafts`.
+        """
+        networks = rows.networks
+        if networks is None:
+            return rows, None, None
+        are_tried, num_heads = self.draft_length.are_tried(networks.states), np.zeros(len(rows.widths), np.int64)
+        num_heads[networks.indices] = np.where(are_tried, networks.num_heads, 0)
+        drawn = np.flatnonzero(are_tried & (networks.sources == Source.DRAFT) & (networks.widths > 0))
+        taking_in = None
+        if len(drawn):
+            are_tried[drawn] = can_draw = self.drafters.take_in_rows(networks.pages[drawn])
+            networks.widths[drawn[~can_draw]] = 0
+            rows.widths[networks.indices[drawn[~can_draw]]] = 0
+            taking_in = networks.indices[drawn[can_draw]]
+        return rows.with_networks(are_tried), num_heads, taking_in
 
     def row_sources(self, request: Request) -> RowSources:
         """What drafts for a request that only decodes, while few enough requests run."""
@@ -110,20 +119,22 @@ class Proposer:
         lookup = next((each for each in drafters if isinstance(each, LookupDrafter)), None)
         history = next((each for each in drafters if isinstance(each, HistoryDrafter)), None)
         has_heads = any(isinstance(each, MedusaDrafter) for each in drafters)
+        has_draft_model = any(isinstance(each, DraftModelDrafter) for each in drafters)
         kinds: list[tuple[int, bool] | None] = [None] * NUM_STATES
         if request.speculation.schedule is not Schedule.CONSTANT:
             if lookup is not None:
                 kinds[LOOKUP_STATES:HISTORY_STATES] = (Source.LOOKUP, False), (Source.LOOKUP, True)
             if history is not None:
-                kinds[HISTORY_STATES:HEADS_STATE] = (Source.HISTORY, False), (Source.HISTORY, True)
-            if has_heads:
-                kinds[HEADS_STATE] = Source.MEDUSA, False
+                kinds[HISTORY_STATES:NETWORK_STATE] = (Source.HISTORY, False), (Source.HISTORY, True)
+            if has_heads or has_draft_model:
+                kinds[NETWORK_STATE] = Source.MEDUSA if has_heads else Source.DRAFT, False
         row_of = self.draft_length.row_of
         return RowSources(
             lookup is not None,
             None if lookup is None or request.drafts_on_device else lookup.index_of(request),
             None if history is None else history.pair(request),
             num_heads(request) if has_heads else 0,
+            has_draft_model,
             [NO_STATE if kind is None else row_of(request, kind_of(request, *kind)) for kind in kinds],
         )
 
@@ -139,6 +150,7 @@ class Proposer:
 
     def committed_rows(self, step: DecodeStep, committed: Committed) -> None:
         """Record how many of the drafts of requests that only decode, and continue, were accepted."""
+        self.drafters.computed_rows(committed.draft_pages)
         if not step.has_drafts:
             return
         is_verified = committed.continues & (committed.num_drafted > 0) & (step.draft_states != NO_STATE)

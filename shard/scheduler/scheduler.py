@@ -185,6 +185,7 @@ class Scheduler:
         """
         if not len(self.decoding):
             return None
+        self._leave_unready()
         num_missing = self.decoding.num_missing_pages()
         for request in self._others():
             num_tokens = request.num_known + self._num_uncertain(request)
@@ -194,6 +195,17 @@ class Scheduler:
                 self._leave_decoding(request)
             return None
         return self.decoding.launch()
+
+    def _leave_unready(self) -> None:
+        """Plan requests like others of which it has yet to be decided whether a network drafts, or whose draft model
+        lags behind.
+        """
+        is_full = len(self.running) > self.proposer.drafters.settings.max_batch_size
+        members = self.decoding.members
+        if is_full or self.oom_backoff.is_active or not (len(members.with_heads) or len(members.with_draft_model)):
+            return
+        for index in self.proposer.unready(self.decoding.networks()).tolist():
+            self._leave_decoding(members.requests[index])
 
     def _leave_decoding(self, request: Request) -> None:
         """Plan and commit the request like others from now on, with its parts of launched steps."""
@@ -215,7 +227,7 @@ class Scheduler:
         offers = self.decoding.offers(decode)
         most_widths = offers.most_widths
         if not most_widths.any():
-            return NO_ROWS if offers.heads is None else offers
+            return NO_ROWS if offers.networks is None else offers
         num_missing = self.decoding.num_missing_for(decode, most_widths)
         for item in scheduled:
             num_tokens = item.end_of_pages + MAX_DRAFT_TOKENS

@@ -6,17 +6,53 @@ prompt; it drafts for a request only when it has caught up (Chen et al. 2023; Le
 """
 
 from array import array
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.params import Method
 from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.drafter import Drafter, DraftSettings, Offer, Pages
 from lorikeet.shard.speculation.medusa import num_heads
+from lorikeet.shard.speculation.states import Flags, Indices
 
+Numbers = npt.NDArray[np.int32]
 ALWAYS_FITS = 2
 """Tokens that a draft model lags behind after a step whose drafts were all accepted."""
+
+
+class Passes(NamedTuple):
+    """What the draft model computes in a step: arrays of n requests."""
+
+    texts: list[list[int]]
+    """[n] their known tokens."""
+    page_table: Numbers
+    """[n, most pages] KV pages in the order of positions, those of the drafts included."""
+    starts: Indices
+    """Position of the first token that it takes in."""
+    ends: Indices
+    """The position after the last one, and of the first token that it draws."""
+    rows: Indices
+    """Row of device state of each."""
+    num_drawn: Indices
+    """Draft tokens that it draws."""
+
+    def in_order(self, order: Indices) -> "Passes":
+        """These requests in another order."""
+        texts, numbers = [self.texts[index] for index in order.tolist()], (each[order] for each in self[2:])
+        return Passes(texts, self.page_table[order], *numbers)
+
+    def then(self, later: "Passes | None") -> "Passes":
+        """These, and `later` after them."""
+        if later is None or not self.texts:
+            return later or self
+        width = max(self.page_table.shape[1], later.page_table.shape[1])
+        tables = [np.pad(table, ((0, 0), (0, width - table.shape[1]))) for table in (self.page_table, later.page_table)]
+        numbers = (np.concatenate(both) for both in zip(self[2:], later[2:], strict=True))
+        return Passes(self.texts + later.texts, np.concatenate(tables), *numbers)
 
 
 class DraftModelDrafter(Drafter):
@@ -76,7 +112,23 @@ class DraftModelDrafter(Drafter):
             num_accepted = max(0, len(token_ids) - 1)
             end += min(num_accepted, len(item.draft_ids) - 1)
             request.num_draft_computed = end
-        for page in request.page_ids[item.draft_start // size : end // size]:
+        self.computed(request.page_ids[item.draft_start // size : end // size])
+
+    def take_in_rows(self, pages: Indices) -> Flags:
+        """Plan that the draft model takes in the newest tokens of requests that only decode, at most ALWAYS_FITS of
+        each. pages: [n, 2] the first and the last page of each. Returns [n] whether no other request computes them.
+        """
+        can_draw = np.ones(len(pages), bool)
+        for index, (first, last) in enumerate(pages.tolist()):
+            if first in self._taken_in or last in self._taken_in:
+                can_draw[index] = False
+            else:
+                self._taken_in.update((first, last))
+        return can_draw
+
+    def computed(self, pages: Iterable[int]) -> None:
+        """All of these pages have KV."""
+        for page in pages:
             self._computed[page] = self._pages.num_uses[page]
 
     def release(self, request: Request) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 import numpy as np
 
 from lorikeet.proto.draft_sources import BY_VALUE, Cost
-from lorikeet.shard.requests.request import Request, ScheduledRequest, Source
+from lorikeet.shard.requests.request import Request, ScheduledRequest
 from lorikeet.shard.speculation.history_index import HistoryIndex
 from lorikeet.shard.speculation.states import NO_STATE, DraftKind, Flags, Indices
 
@@ -36,7 +36,7 @@ class Offer:
 
 
 class NetworkOffers(NamedTuple):
-    """What heads offer m requests that only decode, in place of drafts from texts."""
+    """What heads or a draft model offer m requests that only decode, in place of drafts from texts."""
 
     indices: Indices
     """[m] the requests."""
@@ -44,8 +44,12 @@ class NetworkOffers(NamedTuple):
     """[m] how many tokens at most, 0 for none."""
     states: Indices
     """[m] as `RowOffers.states`."""
+    sources: Indices
+    """[m] as `RowOffers.sources`."""
     num_heads: Indices
     """[m] tokens of heads that the next step may need."""
+    pages: Indices
+    """[m, 2] first and last page that a draft model writes before it draws."""
 
 
 class RowOffers(NamedTuple):
@@ -61,25 +65,26 @@ class RowOffers(NamedTuple):
     """Known tokens of the request."""
     sources: Indices
     """What proposes them."""
-    heads: NetworkOffers | None = None
+    networks: NetworkOffers | None = None
 
     @property
     def most_widths(self) -> Indices:
         """[n] how many tokens at most, of any source."""
-        if self.heads is None:
+        networks = self.networks
+        if networks is None:
             return self.widths
         most = self.widths.copy()
-        most[self.heads.indices] = np.maximum(most[self.heads.indices], self.heads.widths)
+        most[networks.indices] = np.maximum(most[networks.indices], networks.widths)
         return most
 
-    def with_heads(self, are_tried: Flags) -> "RowOffers":
-        """With the drafts of heads for requests that have some and try them, [m]."""
-        assert self.heads is not None
-        indices, offered, of_heads, _ = self.heads
-        takes = are_tried & (offered > 0)
-        at = indices[takes]
+    def with_networks(self, are_tried: Flags) -> "RowOffers":
+        """With the drafts of networks for requests that have some and try them, [m]."""
+        networks = self.networks
+        assert networks is not None
+        takes = are_tried & (networks.widths > 0)
+        at = networks.indices[takes]
         widths, states, sources = self.widths.copy(), self.states.copy(), self.sources.copy()
-        widths[at], states[at], sources[at] = offered[takes], of_heads[takes], Source.MEDUSA
+        widths[at], states[at], sources[at] = (each[takes] for each in networks[1:4])
         return self._replace(widths=widths, states=states, sources=sources)
 
 
@@ -97,6 +102,8 @@ class RowDrafts(NamedTuple):
     """What proposes them."""
     num_heads: Indices | None = None
     """Draft tokens of heads that are wanted after each sampled token; None without any."""
+    taking_in: Indices | None = None
+    """[k] indices of the requests of which the draft model takes in the newest tokens; None without any."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from lorikeet.shard.speculation.grammar import GrammarDrafter
 from lorikeet.shard.speculation.history import HistoryDrafter
 from lorikeet.shard.speculation.lookup import LookupDrafter
 from lorikeet.shard.speculation.medusa import MedusaDrafter
+from lorikeet.shard.speculation.states import Flags, Indices
 
 DRAFTERS: tuple[type[Drafter], ...] = (
     GrammarDrafter,
@@ -18,7 +19,7 @@ DRAFTERS: tuple[type[Drafter], ...] = (
     DraftModelDrafter,
 )
 """Of several offers the first long match is taken, else the first of a costly source, else the longest match."""
-ROW_DRAFTERS = (LookupDrafter, HistoryDrafter, MedusaDrafter)
+ROW_DRAFTERS = (LookupDrafter, HistoryDrafter, MedusaDrafter, DraftModelDrafter)
 """Those whose drafts for requests that only decode are arrays."""
 
 
@@ -88,6 +89,18 @@ class Drafters:
         """A step is committed: these tokens follow the request's text. head_ids: what heads gave after each of them."""
         for drafter in self._all:
             drafter.committed(item, token_ids, head_ids)
+
+    def take_in_rows(self, pages: Indices) -> Flags:
+        """As `DraftModelDrafter.take_in_rows`."""
+        drafter = self._by_value[DraftModelDrafter.value]
+        assert isinstance(drafter, DraftModelDrafter)
+        return drafter.take_in_rows(pages)
+
+    def computed_rows(self, pages: Iterable[int]) -> None:
+        """All of these pages have KV of the draft model."""
+        drafter = self._by_value.get(DraftModelDrafter.value)
+        if isinstance(drafter, DraftModelDrafter):
+            drafter.computed(pages)
 
     def release(self, request: Request) -> None:
         """The request lost its pages."""

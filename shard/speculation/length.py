@@ -9,6 +9,7 @@ Three constants are tuned, all in `states.py`: DECAY, PRIOR_WEIGHT and RETRY.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,21 @@ FEW_VERIFIED = 4
 """Up to this number, drafts of a step are counted one by one: arrays take longer."""
 NONE_VERIFIED = np.empty((0, 4), np.int64)
 NO_INDICES = np.empty(0, np.int64)
+
+
+class NetworkLoad(NamedTuple):
+    """What heads and a draft model computed in a step."""
+
+    with_heads: bool = False
+    num_drawn: int = 0
+    """Requests for which the draft model drew."""
+    num_attended: int = 0
+    """Their known tokens."""
+    num_passes: int = 0
+    """Most tokens that it drew for one of them."""
+
+
+NO_NETWORKS = NetworkLoad()
 
 
 @dataclass(frozen=True)
@@ -117,36 +133,36 @@ class DraftLengthController:
         self.is_used = True
         self._settle()
         group = self._groups.get(kind, NO_STATE)
-        if group != NO_STATE and self.states.idle_until[group]:
-            self.follow(self.row_of(request, kind))
+        states, group = self.states, self._groups.get(kind, NO_STATE)
+        if group != NO_STATE and states.idle_until[group]:
+            row = self.row_of(request, kind)
+            is_new, states.is_known[row] = not states.is_known[row], True
+            if states.follows[row]:
+                states.num_followers[group] += is_new
+                has_rested = self._step >= states.idle_until[group]
+                if has_rested or (is_new and states.num_followers[group] % RETRY == 0):
+                    self._begin(np.array([row]), 0)
+                    states.idle_until[row] = max(1, self._step)  # as after a rest
+                    if has_rested:
+                        states.rest(group, self._step, states.loads[group], states.is_expensive[group])
         return not self.is_idle(request, kind)
 
-    def follow(self, row: int) -> None:
-        """Let a request whose group has rested follow it, or try drafts by itself, as `may_try` says. row: its own."""
-        states, group = self.states, int(self._groups_of(np.array([row]))[0])
-        is_new, states.is_known[row] = not states.is_known[row], True
-        if states.follows[row]:
-            states.num_followers[group] += is_new
-            has_rested = self._step >= states.idle_until[group]
-            if has_rested or (is_new and states.num_followers[group] % RETRY == 0):
-                self._begin(np.array([row]), 0)
-                states.idle_until[row] = max(1, self._step)  # as after a rest
-                if has_rested:
-                    states.rest(group, self._step, states.loads[group], states.is_expensive[group])
-
-    def followers(self, rows: Indices) -> Indices:
-        """Indices of the requests for which `follow` decides in this step. rows: of `states`, NO_STATE for others."""
+    def follows(self, rows: Indices) -> Flags:
+        """[n] whether `may_try` decides in this step whether a request follows its group. rows: of `states`, NO_STATE
+        with a constant schedule.
+        """
         self._settle()
-        states, auto = self.states, np.flatnonzero(self._are_auto(rows))
-        if not len(auto):
-            return auto
-        self.is_used = True
-        idle_until = states.idle_until[self._groups_of(rows[auto])]
-        is_open = (self._step >= idle_until) | ~states.is_known[rows[auto]]
-        return auto[states.follows[rows[auto]] & (idle_until > 0) & is_open]
+        states, follows = self.states, self._are_auto(rows)
+        if np.count_nonzero(follows):
+            self.is_used = True
+            auto = rows[follows]
+            idle_until = states.idle_until[self._groups_of(auto)]
+            is_open = (self._step >= idle_until) | ~states.is_known[auto]
+            follows[follows] = states.follows[auto] & (idle_until > 0) & is_open
+        return follows
 
     def are_tried(self, rows: Indices) -> Flags:
-        """[n] whether requests try a draft source that costs something, after `follow`. rows: of `states`."""
+        """[n] as `may_try`, of requests for which `follows` is false."""
         is_tried: Flags = np.ones(len(rows), bool)
         auto = np.flatnonzero(self._are_auto(rows))
         if len(auto):
@@ -278,6 +294,7 @@ class DraftLengthController:
         needs_heads[: len(offers)] = [cost is Cost.STEP for cost in costs]
         if len(rows):
             needs_heads[len(offers) :] = of_rows.sources[rows] == Source.MEDUSA
+            is_drawn[len(offers) :] = of_rows.sources[rows] == Source.DRAFT
         order = np.argsort(admissions, kind="stable")
         return _AutoOffers(states, widths, lengths, is_drawn, needs_heads).take(order), order
 
@@ -340,11 +357,11 @@ class DraftLengthController:
         load: Load,
         seconds: float,
         draft_seconds: tuple[float, float],
-        with_heads: bool = False,
+        of_networks: NetworkLoad = NO_NETWORKS,
     ) -> None:
         """Record the time of a committed step: `seconds` in all, of them `draft_seconds` in the draft model's first
         pass and in its others. step: without the requests that only decode; load: what all computed, drafts that the
-        device did not find included; with_heads: whether it computed drafts of heads.
+        device did not find included; of_networks: what all of it computed besides.
         """
         self._settle()
         while len(self._groups) > MAX_GROUPS:
@@ -352,12 +369,11 @@ class DraftLengthController:
         self._step += 1
         self._load = load.num_sampled + sum(not item.samples for item in step)
         has_prompts = any(item.end - item.start > 1 or not item.samples for item in step)
-        costs = self.with_prompts if has_prompts else self.with_heads if with_heads else self.plain
+        costs = self.with_prompts if has_prompts else self.with_heads if of_networks.with_heads else self.plain
         costs.observe(load.num_tokens, load.num_attended, seconds - sum(draft_seconds))
-        drawn = [item for item in step if item.num_drawn]
-        if drawn and not has_prompts:
-            num_passes = max(item.num_drawn for item in drawn)
-            self.drafting.observe(len(drawn), sum(item.end for item in drawn), draft_seconds, num_passes)
+        if of_networks.num_drawn and not has_prompts:
+            num_drawn, num_attended, num_passes = of_networks[1:]
+            self.drafting.observe(num_drawn, num_attended, draft_seconds, num_passes)
 
     def _begin(self, rows: Indices, widths: Indices | int) -> None:
         """These requests decide by themselves from now on, with these numbers of draft tokens at first."""

@@ -44,14 +44,21 @@ MUTANTS = [
         "shard/scheduler/decoding.py",
         "            firsts = firsts + (committed.num_taken[indices] - 1) * num_heads\n",
         "            pass\n",
-        "tests/shard/engine/test_decoding.py::test_requests_with_heads_are_arrays[lag 1-constant]",
+        "tests/shard/engine/test_decoding.py::test_requests_with_networks_are_arrays[heads, lag 1-constant]",
+    ),
+    Mutant(
+        "a draft model has taken in the last accepted draft, which it never read",
+        "shard/scheduler/decoding.py",
+        "np.minimum(committed.num_taken[indices], step.widths[indices]).clip(min=1) - 1",
+        "committed.num_taken[indices] - 1",
+        "tests/shard/engine/test_decoding.py::test_requests_with_networks_are_arrays[draft model, lag 0-constant]",
     ),
     Mutant(
         "drafts of heads in columns count as prompt lookup's",
         "shard/engine/step.py",
         "draft_sources = decode.sources[indices].astype(np.uint8)",
         "draft_sources = np.full(len(indices), Source.LOOKUP, np.uint8)",
-        "tests/shard/engine/test_decoding.py::test_requests_with_heads_are_arrays[lag 0-constant]",
+        "tests/shard/engine/test_decoding.py::test_requests_with_networks_are_arrays[heads, lag 0-constant]",
     ),
     Mutant(
         "a step is launched before it is known how many drafts of the host the last one accepts",

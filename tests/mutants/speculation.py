@@ -108,8 +108,8 @@ MUTANTS = [
     Mutant(
         "M5 a draft token is dropped or kept by its token id",
         DRAFTER,
-        "item.draft_ids = found[item.request.row]",
-        "ids = found[item.request.row]\n            item.draft_ids = ids[:1] + [i for i in ids[1:2] if i % 3]",
+        "return draws, draws.to_host()",
+        "return draws, {row: ids[:1] + [i for i in ids[1:2] if i % 3] for row, ids in draws.to_host().items()}",
         ONE_DISTRIBUTION,
     ),
     Mutant(

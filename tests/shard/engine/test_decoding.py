@@ -13,7 +13,8 @@ from lorikeet.shard.requests.request import FinishReason, Request, ScheduledRequ
 from lorikeet.shard.speculation.costs import Load
 from lorikeet.shard.speculation.drafter import DraftSettings
 from lorikeet.shard.speculation.history_index import HistoryIndex
-from tests.shard.fake_model import VOCAB_SIZE, generate_alone
+from lorikeet.shard.speculation.length import NetworkLoad
+from tests.shard.fake_model import VOCAB_SIZE, DraftModel, generate_alone
 from tests.shard.rig import SAMPLED, SCORED, Rig, Setup, make_request
 from tests.shard.speculation.scripted_drafts import ScriptedDrafts, script_device
 
@@ -38,6 +39,9 @@ KINDS = (
     {"speculation": Speculation(Method.AUTO, 3, schedule=Schedule.AUTO), "tenant": "one"},
     {"speculation": Speculation(Method.AUTO, 3, 2, Schedule.AUTO), "tenant": "one", "heads_digest": HEADS},
     {"speculation": Speculation(Method.LOOKUP, 4), "tenant": "one"},
+    {"speculation": Speculation(Method.DRAFT, 3)},
+    {"speculation": Speculation(Method.DRAFT, 4, schedule=Schedule.AUTO), "sampling": SAMPLED},
+    {"speculation": Speculation(Method.DRAFT, 2, schedule=Schedule.HEURISTIC), "logprobs": LOGPROBS},
     {"stop_ids": frozenset(range(0, VOCAB_SIZE, 9))},
     {"stop_ids": frozenset((1, 5)), "isolation_steps": 2},
 )
@@ -67,12 +71,14 @@ ARRIVALS = st.lists(
     max_size=10,
 )  # fmt: skip
 SETUPS = st.builds(
-    lambda pages, running, lag, caching, on_device, fewest: lambda: Setup(
+    lambda pages, running, lag, caching, on_device, fewest, drafts: lambda: Setup(
         num_pages=pages, max_running=running, commit_lag=lag, prefix_caching=caching, step_tokens=16,
-        drafts=DraftSettings(max_batch_size=5, fewest_rows=fewest, history=HistoryIndex(0)),
+        drafts=DraftSettings(5, has_draft_model=drafts, fewest_rows=fewest, history=HistoryIndex(0)),
+        draft=DraftModel(0.7) if drafts else None,
         drafts_on_device=on_device and lag == 1,
     ),
     st.integers(10, 40), st.integers(1, 8), st.integers(0, 1), st.booleans(), st.booleans(), st.integers(1, 4),
+    st.booleans(),
 )  # fmt: skip
 
 
@@ -87,9 +93,10 @@ def time_steps(rig: Rig, seconds_per_token: float) -> None:
     observe = lengths.observe
 
     def timed(
-        step: Sequence[ScheduledRequest], load: Load, _: float, draft_seconds: tuple[float, float], with_heads: bool
+        step: Sequence[ScheduledRequest], load: Load, _: float, __: tuple[float, float], of_networks: NetworkLoad
     ) -> None:
-        observe(step, load, 1 + seconds_per_token * load.num_tokens, draft_seconds, with_heads)
+        draft_seconds = 0.1 + of_networks.num_drawn / 50, of_networks.num_passes / 10
+        observe(step, load, 1 + seconds_per_token * load.num_tokens + sum(draft_seconds), draft_seconds, of_networks)
 
     lengths.observe = timed  # type: ignore[method-assign]
 
@@ -249,12 +256,18 @@ def test_requests_whose_drafts_the_host_looks_up_are_arrays(
 
 
 @pytest.mark.parametrize("schedule", list(Schedule))
-@pytest.mark.parametrize("name", ["lag 0", "lag 1", "device"])
-def test_requests_with_heads_are_arrays(name: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["heads, lag 0", "heads, lag 1", "heads, device", "draft model, lag 0", "draft model, lag 1"]
+)
+def test_requests_with_networks_are_arrays(name: str, schedule: Schedule, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step of them makes no object for each, whether their drafts are accepted or not."""
-    drafts = DraftSettings(fewest_rows=4)
-    setup = Setup(commit_lag=int(name != "lag 0"), drafts=drafts, drafts_on_device=name == "device")
-    speculation = Speculation(Method.MEDUSA, num_heads=3, schedule=schedule)
+    network, where = name.split(", ")
+    drafts = DraftSettings(fewest_rows=4, has_draft_model=network == "draft model")
+    setup = Setup(commit_lag=int(where != "lag 0"), drafts=drafts, drafts_on_device=where == "device")
+    setup = replace(setup, draft=DraftModel(0.7) if network == "draft model" else None)
+    speculation, source = Speculation(Method.MEDUSA, 0, 3, schedule), Source.MEDUSA
+    if network == "draft model":
+        speculation, source = Speculation(Method.DRAFT, 3, 0, schedule), Source.DRAFT
     texts = {number: [number, 2, 3] + generate_alone([number, 2, 3], 100) for number in range(4)}
     one_by_one, rig = Rig(setup), Rig(setup)
     for each in (one_by_one, rig):
@@ -273,14 +286,15 @@ def test_requests_with_heads_are_arrays(name: str, schedule: Schedule, monkeypat
         patch.setattr("lorikeet.shard.scheduler.decoding.ScheduledRequest", None)
         patch.setattr("lorikeet.shard.grpc.streams.Output", None)
         patch.setattr("lorikeet.shard.engine.step.HeadsRow", None)
+        patch.setattr("lorikeet.shard.speculation.draft_network.Segment", None)
         rig.engine.step()
         update = rig.outbox.take(1)
     rig.take(update)
     [columns] = update.outputs
     assert isinstance(columns, TokenColumns) and columns.drafts is not None
     num_drafted = columns.drafts.num_drafted.tolist()
-    assert num_drafted == [3] * 4 or (schedule is Schedule.HEURISTIC and min(num_drafted) > 0)
-    assert columns.drafts.draft_sources.tolist() == [Source.MEDUSA] * 4
+    assert num_drafted == [3] * 4 or (schedule is not Schedule.CONSTANT and min(num_drafted) > 0)
+    assert columns.drafts.draft_sources.tolist() == [source] * 4
     assert columns.drafts.num_tokens.tolist() == (columns.drafts.num_accepted + 1).tolist()
     assert values(rig.run()) == values(one_by_one.run())
     assert all(request.token_ids == texts[number] for number, request in enumerate(requests))

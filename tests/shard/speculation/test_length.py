@@ -12,7 +12,7 @@ from lorikeet.shard.requests.request import Request, ScheduledRequest, Source, l
 from lorikeet.shard.speculation import length
 from lorikeet.shard.speculation.costs import DraftCosts, Load, StepCosts
 from lorikeet.shard.speculation.drafter import Offer, RowOffers, kind_of
-from lorikeet.shard.speculation.length import DraftLengthController
+from lorikeet.shard.speculation.length import DraftLengthController, NetworkLoad
 from lorikeet.shard.speculation.states import RETRY
 from tests.shard.rig import make_request
 
@@ -34,8 +34,14 @@ def observe(
     seconds: float,
     draft_seconds: tuple[float, float],
 ) -> None:
-    with_heads = any(item.num_heads for item in step)
-    draft_length.observe(step, load_of(step), seconds, draft_seconds, with_heads)
+    drawn = [item for item in step if item.num_drawn]
+    of_networks = NetworkLoad(
+        any(item.num_heads for item in step),
+        len(drawn),
+        sum(item.end for item in drawn),
+        max((item.num_drawn for item in drawn), default=0),
+    )
+    draft_length.observe(step, load_of(step), seconds, draft_seconds, of_networks)
 
 
 def skips(draft_length: DraftLengthController, request: Request) -> bool:
