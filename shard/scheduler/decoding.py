@@ -1,10 +1,10 @@
 """The running requests that only decode, as arrays: a step of them costs no Python per request.
 
 A request decodes if its next step is its newest token and nothing about it is decided by the host: no grammar, and no
-prompt to score. It has no drafts, or those of texts and heads (`draft_rows.py`). It joins after a commit, and leaves
-when it ends or when something else is to be done with it. While it is here its counts are those of the arrays, and
-those of `Request` are behind: `leave` brings them up to date. Its tokens, its pages and their numbers of owners are
-always current. Imports no torch.
+prompt to score. Its drafts are those of `draft_rows.py`. It joins after a commit, and leaves when it ends or when
+something else is to be done with it. While it is here its counts are those of the arrays, and those of `Request` are
+behind: `leave` brings them up to date. Its tokens, its pages and their numbers of owners are always current. Imports no
+torch.
 """
 
 from collections import deque
