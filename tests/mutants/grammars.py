@@ -4,6 +4,7 @@ from tests.mutants.mutant import Mutant
 
 ENGINE = "tests/shard/grammar/test_engine.py"
 THREADS = "tests/shard/grammar/test_threads.py"
+UNLOCKED = "tests/shard/grammar/test_unlocked.py"
 BATCHES = f"{ENGINE}::test_no_draft_source_and_no_batch_changes_an_output"
 
 MUTANTS = [
@@ -49,5 +50,40 @@ MUTANTS = [
         "if done.result() is NOT_IN_TIME:",
         "if done.result() is None:",
         f"{THREADS}::test_a_grammar_that_took_too_long_is_compiled_again",
+    ),
+    Mutant(
+        "the processor time of a slow grammar is that of the thread that waits",
+        "shard/grammar/unlocked.py",
+        "return time.thread_time() + (0.0 if worker is None else _processor_time(worker.thread_id))",
+        "return time.thread_time()",
+        f"{UNLOCKED}::test_the_time_of_the_thread_that_works_is_counted",
+    ),
+    Mutant(
+        "a slow grammar holds the interpreter's lock",
+        "shard/grammar/unlocked.py",
+        "        if worker is None:\n            return bool(matcher",
+        "        if worker is not None:\n            return bool(matcher",
+        f"{UNLOCKED}::test_other_threads_run_meanwhile",
+    ),
+    Mutant(
+        "a thread that works for one of the shard keeps its priority when that steps back",
+        "shard/grammar/threads.py",
+        "        _OWN.running.thread_ids.append(thread_id)",
+        "        pass",
+        f"{UNLOCKED}::test_the_thread_that_works_steps_back_too",
+    ),
+    Mutant(
+        "routers are not told that every request waits for its grammar",
+        "shard/grpc/streams.py",
+        "return (*credit, status.expected_ms, status.is_stalled)",
+        "return (*credit, status.expected_ms)",
+        "tests/shard/grammar/test_slow.py::test_no_step_waits_for_a_slow_grammar",
+    ),
+    Mutant(
+        "a router waits for a step of a shard whose requests all wait",
+        "router/shards/link.py",
+        "output.load.num_running > 0 and not output.load.is_stalled",
+        "output.load.num_running > 0",
+        "tests/router/shards/test_send_timing.py::test_a_shard_whose_requests_all_wait_for_their_grammars_is_idle",
     ),
 ]
