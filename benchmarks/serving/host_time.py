@@ -47,7 +47,17 @@ class HostCase:
 
     @property
     def has_drafts(self) -> bool:
-        return self.kind in ("drafts", "auto", "host", "heuristic", "paused", "heads", "draft-model", "history")
+        return self.kind in (
+            "drafts",
+            "auto",
+            "host",
+            "heuristic",
+            "paused",
+            "heads",
+            "device-heads",
+            "draft-model",
+            "history",
+        )
 
 
 CASES = (
@@ -70,6 +80,7 @@ CASES = (
     HostCase("heads", 1, 1.2),
     HostCase("heads", 64, 3.0),
     HostCase("heads", 256, 4.0),
+    HostCase("device-heads", 64, 3.0),
     HostCase("history", 64, 3.0),
     HostCase("draft-model", 1, 3.0),
     HostCase("draft-model", 64, 5.0),
@@ -80,10 +91,10 @@ CASES = (
 )
 """`sampled`: temperature, top-p and 64 different adapters; `drafts`: three drafts of prompt lookup for each request,
 all accepted; `auto`: the same with the schedule `auto`; `host`: as `auto`, made by the host; `heuristic`: as `host`,
-with that schedule; `heads`: as `host`, of Medusa heads; `history`: as `host`, from earlier outputs; `draft-model`: as
-`host`, of a draft model, its passes included; `paused`: as `host`, where too many requests run for drafts; `logprobs`:
-log probabilities of each token and of five alternatives, whose operators are not launched: on a device without values
-each takes tens of microseconds of Python that a launch does not.
+with that schedule; `heads`: as `host`, of Medusa heads; `device-heads`: as `auto`, of these; `history`: as `host`, from
+earlier outputs; `draft-model`: as `host`, of a draft model, its passes included; `paused`: as `host`, where too many
+requests run for drafts; `logprobs`: log probabilities of each token and of five alternatives, whose operators are not
+launched: on a device without values each takes tens of microseconds of Python that a launch does not.
 """
 
 
@@ -127,7 +138,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         inputs.pad(Padding(256, MOST_TOKENS, spare_page=0, has_adapters=has_adapters))
         drafts = None
         if case.has_drafts:
-            on_device, sources = case.kind in ("drafts", "auto"), dict[str, Any]()
+            on_device, sources = case.kind in ("drafts", "auto", "device-heads"), dict[str, Any]()
             if case.kind == "history":
                 sources = {"history": HistoryIndex(1 << 22), "ngram_max": 1, "ngram_long": 2}
                 sources["history"].add(("one", ""), [0] * 100)
@@ -158,7 +169,7 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
             fields["speculation"] = Speculation(Method.DRAFT, 3, schedule=Schedule.AUTO)
         if case.kind == "history":
             fields["tenant"] = "one"
-        if case.kind == "heads":
+        if case.kind.endswith("heads"):
             fields["speculation"] = Speculation(Method.MEDUSA, num_heads=3, schedule=Schedule.AUTO)
         if case.kind == "logprobs":
             fields["logprobs"] = LogprobParams(wanted=True, alternatives=5)
@@ -202,8 +213,8 @@ def measured_ms(case: HostCase, num_steps: int = STEPS) -> float:
         if has_adapters:  # as if they were in slots
             for number, request in enumerate(requests):
                 request.slot = number % NUM_SLOTS
-        for request in requests if case.kind == "heads" else ():  # the same
-            request.heads_slot, request.num_heads = 0, 3
+        for request in requests if case.kind.endswith("heads") else ():  # the same
+            request.heads_slot, request.num_heads, request.drafts_on_device = 0, 3, case.kind == "device-heads"
         for _ in range(WARM_UP):
             step()
         times = []

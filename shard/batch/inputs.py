@@ -203,7 +203,8 @@ class StepInputs:
         captured step may sample.
         """
         self.heads = as_array(heads)
-        self.num_wanted, self.num_drafts = logits_rows.shape[0], int(self.heads[:, 2].sum())
+        self.num_wanted = logits_rows.shape[0]
+        self.num_drafts = int(self.heads[:, 2].sum()) if len(self.heads) else 0
         if not isinstance(segments, Segments):
             segments = Segments.of(segments, self.page_size)
         if not self.adds_on_device and self.num_accepted is not None:

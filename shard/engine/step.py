@@ -15,7 +15,7 @@ import torch
 
 from lorikeet.proto.draft_sources import BY_VALUE
 from lorikeet.shard.batch.device_tokens import DeviceTokens
-from lorikeet.shard.batch.inputs import HeadsRow, HeadsRows, StepInputs
+from lorikeet.shard.batch.inputs import NO_HEADS, HeadsRow, HeadsRows, StepInputs
 from lorikeet.shard.batch.row_groups import as_array
 from lorikeet.shard.batch.segments import Segment, Segments
 from lorikeet.shard.batch.transfer import HostCopy, to_device
@@ -197,7 +197,7 @@ class Layout:
         """Draft tokens that heads propose after sampled tokens."""
         decode = self.decode
         if decode is None or not decode.has_heads:
-            return as_array(self.listed_heads)
+            return as_array(self.listed_heads) if self.listed_heads else NO_HEADS
         counts = np.where(decode.num_heads > 0, decode.counts, 0)
         owners = np.repeat(np.arange(len(counts)), counts)
         rows = np.arange(self.num_decoding)[np.repeat(decode.num_heads > 0, decode.counts)]
