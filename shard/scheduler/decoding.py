@@ -484,7 +484,9 @@ class DecodingRequests:
         if step.has_drafts:
             firsts = firsts + (committed.num_taken[indices] - 1) * num_heads
         places = firsts[:, None] + np.arange(int(num_heads.max(initial=0)))
-        ids = head_ids[np.minimum(places, len(head_ids) - 1)] if len(head_ids) else NO_IDS[:0].reshape(len(indices), 0)
+        ids = (
+            head_ids[np.minimum(places, len(head_ids) - 1)] if len(head_ids) else np.empty((len(indices), 0), np.int64)
+        )
         self.drafts.take_heads(step.members.rows[indices], num_heads, ids)
 
     def forget(self, step: DecodeStep) -> None:
