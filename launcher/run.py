@@ -120,7 +120,7 @@ def _private_folder(read: Settings) -> Iterator[Path]:
             folder = stack.enter_context(run_folder(where, prefix))
         except OSError as error:
             refuse(f"no private folder can be created at --shard-uds-path {socket_path}: {error.strerror}")
-        if len(os.fsencode(folder / "shard-63.sock")) > _MAX_SOCKET_PATH_BYTES:
+        if len(os.fsencode(folder / "shard-63.sock.out")) > _MAX_SOCKET_PATH_BYTES:
             refuse(f"{folder} is too long for the path of a Unix socket: give --shard-uds-path")
         yield folder
 

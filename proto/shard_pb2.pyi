@@ -58,7 +58,7 @@ class DigestReply(_message.Message):
     def __init__(self, sha256: _Optional[str] = ...) -> None: ...
 
 class ShardInfo(_message.Message):
-    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "learning", "adapter_slots", "rotary_factors", "most_composed", "pooled_model")
+    __slots__ = ("version", "model_id", "dtype", "device", "architecture", "vocab_size", "max_total_tokens", "page_size", "num_pages", "step_tokens", "max_running", "prefix_caching", "chunked_prefill", "draft_model_id", "watermark_gamma", "watermark_delta", "quantization", "num_ranks", "kv_cache_dtype", "token_masks", "grammars", "history", "learning", "adapter_slots", "rotary_factors", "most_composed", "outputs_socket", "pooled_model")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
@@ -85,6 +85,7 @@ class ShardInfo(_message.Message):
     ADAPTER_SLOTS_FIELD_NUMBER: _ClassVar[int]
     ROTARY_FACTORS_FIELD_NUMBER: _ClassVar[int]
     MOST_COMPOSED_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_SOCKET_FIELD_NUMBER: _ClassVar[int]
     POOLED_MODEL_FIELD_NUMBER: _ClassVar[int]
     version: str
     model_id: str
@@ -112,8 +113,9 @@ class ShardInfo(_message.Message):
     adapter_slots: int
     rotary_factors: str
     most_composed: int
+    outputs_socket: bool
     pooled_model: PooledModel
-    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., learning: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., rotary_factors: _Optional[str] = ..., most_composed: _Optional[int] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
+    def __init__(self, version: _Optional[str] = ..., model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., page_size: _Optional[int] = ..., num_pages: _Optional[int] = ..., step_tokens: _Optional[int] = ..., max_running: _Optional[int] = ..., prefix_caching: _Optional[bool] = ..., chunked_prefill: _Optional[bool] = ..., draft_model_id: _Optional[str] = ..., watermark_gamma: _Optional[float] = ..., watermark_delta: _Optional[float] = ..., quantization: _Optional[str] = ..., num_ranks: _Optional[int] = ..., kv_cache_dtype: _Optional[str] = ..., token_masks: _Optional[bool] = ..., grammars: _Optional[bool] = ..., history: _Optional[bool] = ..., learning: _Optional[bool] = ..., adapter_slots: _Optional[int] = ..., rotary_factors: _Optional[str] = ..., most_composed: _Optional[int] = ..., outputs_socket: _Optional[bool] = ..., pooled_model: _Optional[_Union[PooledModel, _Mapping]] = ...) -> None: ...
 
 class PooledModel(_message.Message):
     __slots__ = ("task", "pooling", "size", "is_encoder", "is_whole")

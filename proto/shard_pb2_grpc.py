@@ -76,7 +76,8 @@ class ShardServicer:
 
     def Serve(self, request_iterator, context):
         """The life of every request of one router. When the stream ends, all its requests are aborted. With the metadata
-        takes-columns: 1 the router says that it reads StepOutput.columns.
+        takes-columns: 1 the router says that it reads StepOutput.columns. With outputs-connection: TOKEN the messages come over
+        a connection of their own, which is described in outputs.py.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -61,6 +61,7 @@ SHARED = "used by packages that must not import each other"
 SPECIALIZED = "Triton code, which is imported only where Triton is installed"
 SHORT = {
     "shard/speculation/grammar.py": "one source of drafts",
+    "proto/outputs.py": SHARED,
     "proto/server_url.py": SHARED,
     "proto/version.py": SHARED,
     "shard/grammar/triton.py": SPECIALIZED,

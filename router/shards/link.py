@@ -9,11 +9,11 @@ send the next ones together, and a request that misses the first message waits a
 """
 
 import asyncio
+import functools
 import hashlib
 import itertools
 import math
 import random
-import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -26,11 +26,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.outputs import MAX_MESSAGE_BYTES
 from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import Adapter, GenerationRequest
+from lorikeet.router.shards.outputs import Arrivals, OutputConnection
 
 log = structlog.get_logger()
 
@@ -72,22 +74,16 @@ OPEN = ShardAccess()
 
 MAX_COMMAND_BYTES = 3 << 20
 """A Command is closed at this size, so that messages stay below 4 MiB."""
-JOIN_REQUESTS = 64
-"""With at least this many running requests, a process that cannot keep up waits for one more message."""
-JOIN_LOAD = 0.9
-"""A process cannot keep up while its CPU time is more than this fraction of the elapsed time."""
-JOIN_SECONDS = 0.002
-"""Maximum seconds of one wait (gRPC takes up to a millisecond to deliver what has arrived)."""
-MAX_JOINED = 8
-"""Most messages that are read together."""
 HEARTBEAT_SECONDS, MAX_MISSED = 0.25, 8
 """A shard sends a message at this interval; after so many missed ones its stream is closed."""
 FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
 """Seconds before the next connection attempt."""
+END_SECONDS = 2.0
+"""Between the end of a stream's call and that of its connection for outputs, whichever comes first."""
 EXPLAIN_SECONDS = 5.0
 """How often the reason for a missing connection over TCP is queried."""
 _CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", 16 << 20),
     ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
@@ -267,35 +263,59 @@ class ShardClient:
 
     async def _serve(self, stub: shard_pb2_grpc.ShardStub, info: pb.ShardInfo, listener: ShardListener) -> str:
         """Run one stream from its first message to its end; return why it ended."""
+        self._fault = asyncio.get_running_loop().create_future()
+        arrivals = Arrivals(functools.partial(self._deliver, listener))
+        try:
+            outputs = await OutputConnection.open(self.address, arrivals) if info.outputs_socket else None
+        except OSError as error:
+            return f"no connection for outputs: {error}"
         self._stub = stub
-        call = stub.Serve(metadata=(*self._metadata, TAKES_COLUMNS))
+        call = stub.Serve(metadata=(*self._metadata, TAKES_COLUMNS, *([] if outputs is None else [outputs.metadata])))
         self._outbox.clear()
         self.connected, self.is_taken_out, self._num_missed = True, False, 0
-        self._fault = asyncio.get_running_loop().create_future()
         listener.on_connect(info)
-        reader = asyncio.create_task(self._read(call, listener))
+        reader = asyncio.create_task(self._read(call, arrivals))
         others = [asyncio.create_task(self._write(call)), asyncio.create_task(self._check_heartbeat())]
         reason = "the shard closed the stream"
         try:
-            await asyncio.wait((reader, self._fault), return_when=asyncio.FIRST_COMPLETED)
-            if self._fault.done():
-                return (reason := self._fault.result())
-            await reader
-            if (code := await call.code()) is not grpc.StatusCode.OK:
-                reason = f"{code.name}: {await call.details()}"
+            reason = await self._until_ended(call, reader, outputs) or reason
         except grpc.aio.AioRpcError as error:
             reason = f"{error.code().name}: {error.details()}"
         except asyncio.CancelledError:
             reason = ""
             raise
         finally:
+            arrivals.flush()
             self.connected, self._stub = False, None
             for task in (reader, *others):
                 task.cancel()
             call.cancel()
+            if outputs is not None:
+                outputs.close()
             listener.on_disconnect(reason)
             await asyncio.gather(reader, *others, return_exceptions=True)
         return reason
+
+    async def _until_ended(
+        self, call: grpc.aio.StreamStreamCall, reader: "asyncio.Task[None]", outputs: OutputConnection | None
+    ) -> str:
+        """Why the stream has ended, "" where the shard says nothing. Raises grpc.aio.AioRpcError, and what the listener
+        has raised.
+        """
+        assert self._fault is not None
+        parts: list[asyncio.Future[Any]] = [reader] if outputs is None else [reader, outputs.ended]
+        await asyncio.wait((*parts, self._fault), return_when=asyncio.FIRST_COMPLETED)
+        if not self._fault.done():
+            await asyncio.wait(parts, timeout=END_SECONDS)
+        if self._fault.done():
+            return self._fault.result()
+        if outputs is not None and outputs.ended.done() and (reason := outputs.ended.result()):
+            return reason
+        if not reader.done():
+            return "the shard closed the connection for outputs"
+        await reader
+        code = await call.code()
+        return "" if code is grpc.StatusCode.OK else f"{code.name}: {await call.details()}"
 
     def _take_out(self, reason: str) -> None:
         if self._fault is not None and not self._fault.done():
@@ -310,39 +330,22 @@ class ShardClient:
             if self._num_missed >= MAX_MISSED:
                 self._take_out(f"no heartbeat for {HEARTBEAT_SECONDS * MAX_MISSED:g} s")
 
-    def _on_message(self, output: pb.StepOutput) -> None:
+    def _deliver(self, listener: ShardListener, outputs: Sequence[pb.StepOutput]) -> None:
         self._has_message, self._num_missed = True, 0
-        if 0 < 1000 * self._step_timeout_s < output.heartbeat.age_ms:
-            self._take_out(f"step {output.heartbeat.running_step} takes longer than {self._step_timeout_s:g} s")
-
-    async def _read(self, call: grpc.aio.StreamStreamCall, listener: ShardListener) -> None:
-        """Take messages until the stream ends.
-
-        Writing to many clients costs far more than reading a message. So where this process cannot keep up, and many
-        requests run, it waits a moment for the next message: outputs of several steps reach each client as one write.
-        """
-        read_at, read_cpu = time.monotonic(), time.process_time()
-        reading: asyncio.Future[Any] | None = None
-        """A message that was waited for, and has not come."""
         try:
-            while (output := await (reading or call.read())) is not grpc.aio.EOF:
-                reading, outputs = None, [output]
-                is_late = time.process_time() - read_cpu > JOIN_LOAD * (time.monotonic() - read_at)
-                while is_late and output.load.num_running >= JOIN_REQUESTS and len(outputs) < MAX_JOINED:
-                    reading = asyncio.ensure_future(call.read())
-                    await asyncio.wait((reading,), timeout=JOIN_SECONDS)
-                    # an error of the stream is raised once what came before it is delivered
-                    if not reading.done() or reading.exception() or reading.result() is grpc.aio.EOF:
-                        break
-                    outputs.append(reading.result())
-                    reading = None
-                read_at, read_cpu = time.monotonic(), time.process_time()
-                for output in outputs:
-                    self._on_message(output)
-                listener.on_outputs(outputs)
-        finally:
-            if reading is not None:
-                reading.cancel()
+            for output in outputs:
+                if 0 < 1000 * self._step_timeout_s < output.heartbeat.age_ms:
+                    step = output.heartbeat.running_step
+                    self._take_out(f"step {step} takes longer than {self._step_timeout_s:g} s")
+            listener.on_outputs(outputs)
+        except Exception as error:  # ends the stream: raised where that is awaited
+            if self._fault is not None and not self._fault.done():
+                self._fault.set_exception(error)
+
+    async def _read(self, call: grpc.aio.StreamStreamCall, arrivals: Arrivals) -> None:
+        """Take the messages that come by gRPC, until the stream ends."""
+        while (output := await call.read()) is not grpc.aio.EOF:
+            arrivals.add([output])
 
     async def _write(self, call: grpc.aio.StreamStreamCall) -> None:
         while True:

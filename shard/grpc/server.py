@@ -21,9 +21,11 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.outputs import socket_path
 from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.shard.grpc.auth import Access
 from lorikeet.shard.grpc.codec import Bounds, read_command, write_update
+from lorikeet.shard.grpc.outputs import OutputConnection, OutputSocket, connection_of, private_sockets
 from lorikeet.shard.grpc.streams import Inbox, LearningAsked, Outbox, StreamEnded, StreamOpened, StreamTooSlow
 
 log = structlog.get_logger()
@@ -58,6 +60,8 @@ class ShardService(shard_pb2_grpc.ShardServicer):
     def __init__(self, inbox: Inbox, outbox: Outbox) -> None:
         self.facts: asyncio.Future[Facts] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
+        self.output_socket: OutputSocket | None = None
+        """Of a shard that listens on a Unix socket."""
         self._inbox = inbox
         self._outbox = outbox
         self._epochs = count(1)
@@ -85,6 +89,10 @@ class ShardService(shard_pb2_grpc.ShardServicer):
 
     async def Serve(self, commands: AsyncIterator[pb.Command], context: Any) -> None:
         facts = await asyncio.shield(self.facts)
+        try:
+            outputs = await connection_of(context.invocation_metadata(), self.output_socket)
+        except LookupError as error:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
         epoch, loop = next(self._epochs), asyncio.get_running_loop()
         called, slow = asyncio.Event(), _Interruption()
         self._outbox.open(
@@ -96,15 +104,19 @@ class ShardService(shard_pb2_grpc.ShardServicer):
         log.info("stream_opened", stream=epoch)
         reader = asyncio.create_task(self._read(epoch, commands, facts.bounds, called))
         try:
-            await self._write(epoch, context, facts, reader, called)
+            await self._write(epoch, context, outputs, facts, reader, called)
         except (StreamTooSlow, asyncio.CancelledError) as error:
             if not (slow.is_over or isinstance(error, StreamTooSlow)):
                 raise
             slow.is_over = True
+        except ConnectionError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         finally:
             reader.cancel()
             self._outbox.close(epoch)
             self._inbox.put(StreamEnded(epoch))
+            if outputs is not None:
+                outputs.close()
             log.info("stream_ended", stream=epoch, is_slow=slow.is_over)
         if slow.is_over:  # the router gets this once it reads again
             await context.abort(
@@ -115,10 +127,17 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a message is no Command")
 
     async def _write(
-        self, epoch: int, context: Any, facts: Facts, reader: "asyncio.Task[None]", called: asyncio.Event
+        self,
+        epoch: int,
+        context: Any,
+        outputs: OutputConnection | None,
+        facts: Facts,
+        reader: "asyncio.Task[None]",
+        called: asyncio.Event,
     ) -> None:
         """Send updates until the router sends nothing more, or the shard ends. Raises StreamTooSlow."""
         takes_columns = TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ())
+        send = context.write if outputs is None else outputs.write
         is_last = False
         while not (is_last or reader.done()):
             is_last = self.ended.is_set()
@@ -126,7 +145,7 @@ class ShardService(shard_pb2_grpc.ShardServicer):
             called.clear()
             update = self._outbox.take(epoch)
             for message in write_update(update, heartbeat(facts), takes_columns):
-                await context.write(message)
+                await send(message)
             self._outbox.sent(epoch, update)
 
     async def _read(
@@ -250,13 +269,19 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         address = bind(server, self._listen, self._access)
+        if (path := socket_path(self._listen)) is not None:
+            self._service.output_socket = OutputSocket(path)
+            await self._service.output_socket.listen()
         await server.start()
         self._started.set_result(address)
         await self._service.ended.wait()
         await self._health.enter_graceful_shutdown()
         await server.stop(END_GRACE_S)
+        if self._service.output_socket is not None:
+            self._service.output_socket.close()
 
     async def _ready(self, facts: Facts) -> None:
+        facts.info.outputs_socket = self._service.output_socket is not None
         self._service.facts.set_result(facts)
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
 
@@ -268,16 +293,14 @@ class Server:
 def bind(server: Any, listen: str, access: Access) -> str:
     """Bind the address: a Unix socket that only its owner can open, or host and port. Raises OSError."""
     is_private = listen.startswith("unix:")
-    mask = os.umask(0o177)
     try:
-        if is_private or access.credentials is None:
-            port = server.add_insecure_port(listen)
-        else:
-            port = server.add_secure_port(listen, access.credentials)
+        with private_sockets():
+            if is_private or access.credentials is None:
+                port = server.add_insecure_port(listen)
+            else:
+                port = server.add_secure_port(listen, access.credentials)
     except RuntimeError as error:
         raise OSError(f"cannot listen at {listen}") from error
-    finally:
-        os.umask(mask)
     if not is_private:
         return f"{listen.rpartition(':')[0]}:{port}"
     os.chmod(listen.removeprefix("unix:"), 0o600)

@@ -20,7 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
+from lorikeet.proto.outputs import socket_path
 from lorikeet.proto.version import TAKES_COLUMNS, version
+from lorikeet.shard.grpc.outputs import OutputConnection, OutputSocket, connection_of
 
 HEARTBEAT_S = 0.25
 DETAIL_S, MAX_DETAILS = 0.1, 256
@@ -75,6 +77,7 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
         """Cleared, it holds the running step for as long as a test wants."""
         self.may_end.set()
         self.health = health.aio.HealthServicer()
+        self.output_socket: OutputSocket | None = None
         self.is_held = False
         self.is_mute = False
         """Whether it says nothing any more, as a process that was halted."""
@@ -103,12 +106,14 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
             max_running=model.max_running,
             grammars=True,
             history=True,
+            outputs_socket=self.output_socket is not None,
         )
 
     async def Serve(
         self, commands: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepOutput]:
         stream = _Stream(takes_columns=TAKES_COLUMNS in map(tuple, context.invocation_metadata() or ()))
+        outputs = await self._connection(context)
         self._streams.append(stream)
         self._report(stream)
         reader = asyncio.create_task(self._read(stream, commands))
@@ -122,13 +127,29 @@ class SimulatedShard(shard_pb2_grpc.ShardServicer):
                     continue
                 output, stream.pending = stream.pending or pb.StepOutput(step=self._step), None
                 output.heartbeat.age_ms = self.running_ms
-                yield output
+                if outputs is None:
+                    yield output
+                else:
+                    await outputs.write(output)
         finally:
+            if outputs is not None:
+                outputs.close()
             reader.cancel()
             self._streams.remove(stream)
 
+    async def _connection(self, context: grpc.aio.ServicerContext) -> OutputConnection | None:
+        return await connection_of(context.invocation_metadata(), self.output_socket)
+
     async def run(self) -> None:
-        """The step loop: sleeps while there is nothing to do, keeps to the step time otherwise."""
+        """The step loop. Nobody can connect once it has ended."""
+        try:
+            await self._run()
+        finally:
+            if self.output_socket is not None:
+                self.output_socket.close()
+
+    async def _run(self) -> None:
+        """Sleeps while there is nothing to do, keeps to the step time otherwise."""
         due = time.monotonic()
         while True:
             if not any(stream.running or stream.arrived for stream in self._streams):
@@ -259,6 +280,9 @@ async def start(
     health_pb2_grpc.add_HealthServicer_to_server(shard.health, server)
     await shard.health.set("", health_pb2.HealthCheckResponse.SERVING)
     server.add_insecure_port(address)
+    if (path := socket_path(address)) is not None:
+        shard.output_socket = OutputSocket(path)
+        await shard.output_socket.listen()
     await server.start()
     return server, shard, asyncio.create_task(shard.run())
 

@@ -17,7 +17,6 @@ from lorikeet.router.config import RouterConfig
 from lorikeet.router.dispatch import dispatcher
 from lorikeet.router.dispatch.dispatcher import Dispatcher, ShardStream
 from lorikeet.router.requests import generation
-from lorikeet.router.shards import link as shard_client
 from lorikeet.router.shards.link import ShardLink
 from lorikeet.router.text.tokenizer import Tokenizer
 from lorikeet.shard.engine import engine as shard_engine
@@ -29,7 +28,7 @@ from lorikeet.shard.system.timing import PhaseTimer
 from tests.shard.fake_model import VOCAB_SIZE
 from tests.shard.rig import EPOCH, Rig, Setup
 
-CLOCKED: tuple[ModuleType, ...] = (dispatcher, generation, shard_client, shard_engine, shard_codec)
+CLOCKED: tuple[ModuleType, ...] = (dispatcher, generation, shard_engine, shard_codec)
 TURNS = 6
 """Iterations of the loop after which nothing is left to run at the same time."""
 

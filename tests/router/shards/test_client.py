@@ -5,15 +5,19 @@ import contextlib
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import pytest
 
 from lorikeet.proto import shard_pb2 as pb
+from lorikeet.proto.process import free_port
 from lorikeet.router.shards.link import ShardClient
+from lorikeet.shard.grpc.outputs import OutputConnection
 from tests.router import simulated_shard
-from tests.router.simulated_shard import SimulatedModel
+from tests.router.simulated_shard import SimulatedModel, SimulatedShard
 
 NUM_TOKENS = 200
 
@@ -64,7 +68,7 @@ async def test_only_a_process_that_cannot_keep_up_waits_for_one_more_message(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """A process that keeps up may fall behind on a busy machine: one of three attempts is enough."""
-    monkeypatch.setattr("lorikeet.router.shards.link.JOIN_REQUESTS", 1)
+    monkeypatch.setattr("lorikeet.router.shards.outputs.JOIN_REQUESTS", 1)
     for attempt in range(3):
         listener = await listened(f"unix:{tmp_path}/shard-{attempt}.sock", seconds)
         assert listener.num_tokens == NUM_TOKENS
@@ -168,24 +172,129 @@ async def test_a_cancelled_client_ends_even_while_it_ends_a_connection(
         running.cancel()
 
 
-class BrokenCall:
-    """Gives messages, then fails."""
+class Ended(Listener):
+    """Keeps why its stream ended, and what had come until then."""
 
-    def __init__(self, *messages: pb.StepOutput) -> None:
-        self._messages = list(messages)
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.reasons: list[tuple[str, int]] = []
 
-    async def read(self) -> pb.StepOutput:
-        if not self._messages:
-            raise ConnectionResetError("the shard is gone")
-        return self._messages.pop(0)
+    def on_disconnect(self, reason: str) -> None:
+        self.reasons.append((reason, self.num_tokens))
+        super().on_disconnect(reason)
 
 
-async def test_what_came_before_a_stream_failed_is_delivered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lorikeet.router.shards.link.JOIN_LOAD", -1.0)
-    monkeypatch.setattr("lorikeet.router.shards.link.JOIN_REQUESTS", 0)
-    listener = Listener(0.0)
-    parts = [pb.RequestOutput(id=1, token_ids=[number]) for number in range(3)]
-    client = ShardClient("unix:/nowhere")
-    with pytest.raises(ConnectionResetError):
-        await client._read(BrokenCall(*(pb.StepOutput(outputs=[part]) for part in parts)), listener)  # type: ignore[arg-type]
-    assert (listener.num_tokens, listener.num_calls) == (3, 1)
+@asynccontextmanager
+async def streaming(address: str, kind: type[SimulatedShard]) -> AsyncIterator[tuple[Ended, SimulatedShard]]:
+    """A client whose request runs in a shard."""
+    server, shard, steps = await simulated_shard.start(address, SimulatedModel(0.002), kind)
+    listener = Ended()
+    listener.client = ShardClient(address)
+    running = asyncio.create_task(listener.client.run(listener))
+    try:
+        async with asyncio.timeout(30):
+            yield listener, shard
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        steps.cancel()
+        await server.stop(0)
+
+
+class Watched(SimulatedShard):
+    """Keeps the connections for outputs of its streams."""
+
+    connections: list[OutputConnection | None]
+
+    async def _connection(self, context: grpc.aio.ServicerContext) -> OutputConnection | None:
+        found = await super()._connection(context)
+        self.connections = [*getattr(self, "connections", []), found]
+        return found
+
+
+class Older(Watched):
+    """Does not know the connection for outputs."""
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.ShardInfo:
+        info = await super().Info(request, context)
+        info.ClearField("outputs_socket")
+        return info
+
+
+@pytest.mark.parametrize("kind", [Watched, Older])
+async def test_outputs_come_over_their_connection_where_the_shard_has_one(tmp_path: Path, kind: type[Watched]) -> None:
+    async with streaming(f"unix:{tmp_path}/shard.sock", kind) as (listener, shard):
+        await listener.ended.wait()
+        assert (listener.num_tokens, listener.reasons) == (NUM_TOKENS, [])
+        assert isinstance(shard, Watched)
+        assert [connection is None for connection in shard.connections] == [kind is Older]
+
+
+async def test_outputs_come_by_grpc_over_tcp() -> None:
+    async with streaming(f"127.0.0.1:{free_port()}", Watched) as (listener, shard):
+        await listener.ended.wait()
+        assert (listener.num_tokens, listener.reasons) == (NUM_TOKENS, [])
+        assert isinstance(shard, Watched) and shard.connections == [None]
+
+
+async def test_a_connection_for_outputs_that_breaks_ends_the_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lorikeet.router.shards.link.END_SECONDS", 0.1)
+    async with streaming(f"unix:{tmp_path}/shard.sock", Watched) as (listener, shard):
+        while listener.num_tokens < 10:
+            await asyncio.sleep(0.001)
+        assert isinstance(shard, Watched)  # noqa: ASYNC110 - the listener only counts
+        (connection,) = shard.connections
+        assert connection is not None
+        shard.is_mute = True  # the call goes on
+        connection.close()
+        await listener.ended.wait()
+        assert listener.reasons == [("the shard closed the connection for outputs", listener.num_tokens)]
+        assert not listener.client.is_taken_out, "a shard that did not hang is not killed"
+        shard.is_mute = False
+        listener.ended.clear()
+        await listener.ended.wait()  # the next stream of the same client
+        assert len(listener.reasons) == 1
+
+
+class LastWords(Watched):
+    """Ends a stream with many messages at once."""
+
+    async def Serve(
+        self, commands: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepOutput]:
+        outputs = await self._connection(context)
+        assert outputs is not None
+        for _ in range(NUM_TOKENS):
+            await outputs.write(pb.StepOutput(outputs=[pb.RequestOutput(id=1, token_ids=[5] * 100)]))
+        outputs.close()
+        return
+        yield
+
+
+async def test_all_outputs_come_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lorikeet.router.shards.outputs.JOIN_LOAD", -1.0)
+    monkeypatch.setattr("lorikeet.router.shards.outputs.JOIN_REQUESTS", 0)
+    async with streaming(f"unix:{tmp_path}/shard.sock", LastWords) as (listener, _):
+        await listener.ended.wait()
+        assert listener.reasons == [("the shard closed the stream", 100 * NUM_TOKENS)]
+
+
+class WithoutSocket(Watched):
+    """Says that it has a socket for outputs, and has none."""
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.ShardInfo:
+        assert self.output_socket is not None
+        self.output_socket.close()
+        return await super().Info(request, context)
+
+
+async def test_a_missing_socket_for_outputs_is_logged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    printed = ""
+    async with streaming(f"unix:{tmp_path}/shard.sock", WithoutSocket) as (listener, _):
+        while "no connection for outputs: [Errno 2]" not in printed:
+            await asyncio.sleep(0.01)
+            output = capfd.readouterr()
+            printed += output.out + output.err
+        assert not listener.client.connected and not listener.reasons

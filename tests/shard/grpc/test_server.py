@@ -6,7 +6,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import grpc
@@ -78,11 +78,11 @@ def make_shard(tmp_path: Path) -> Iterator[Callable[..., Shard]]:
 class Stream:
     """The router's side of a stream."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, metadata: Sequence[tuple[str, str]] = ()) -> None:
         self.channel = grpc.insecure_channel(address, options=[("grpc.http2.bdp_probe", 0)])
         self.stub = shard_pb2_grpc.ShardStub(self.channel)
         self._commands: queue.Queue[pb.Command | None] = queue.Queue()
-        self.messages = self.stub.Serve(iter(self._commands.get, None), timeout=TIMEOUT_S)
+        self.messages = self.stub.Serve(iter(self._commands.get, None), timeout=TIMEOUT_S, metadata=metadata)
         self.outputs: dict[int, list[pb.RequestOutput]] = {}
         self.credit = pb.Credit()
         self.num_messages = 0
@@ -90,8 +90,12 @@ class Stream:
     def send(self, **values: object) -> None:
         self._commands.put(pb.Command(**values))
 
+    def next_message(self) -> pb.StepOutput:
+        """Raises StopIteration at the end, or grpc.RpcError."""
+        return next(self.messages)
+
     def read(self) -> pb.StepOutput:
-        message = next(self.messages)
+        message = self.next_message()
         assert len({output.id for output in message.outputs}) == len(message.outputs)
         assert message.ByteSize() < 4 << 20
         self.num_messages += 1
