@@ -242,9 +242,9 @@ async def test_a_connection_for_outputs_that_breaks_ends_the_stream(
 ) -> None:
     monkeypatch.setattr("lorikeet.router.shards.link.END_SECONDS", 0.1)
     async with streaming(f"unix:{tmp_path}/shard.sock", Watched) as (listener, shard):
-        while listener.num_tokens < 10:
+        while listener.num_tokens < 10:  # noqa: ASYNC110 - the listener only counts
             await asyncio.sleep(0.001)
-        assert isinstance(shard, Watched)  # noqa: ASYNC110 - the listener only counts
+        assert isinstance(shard, Watched)
         (connection,) = shard.connections
         assert connection is not None
         shard.is_mute = True  # the call goes on
