@@ -120,4 +120,39 @@ MUTANTS = [
         "tests/router/requests/test_generation.py::"
         "test_tokens_that_are_written_and_those_that_are_read_are_all_tokens_in_order",
     ),
+    Mutant(
+        "a router takes a stream as ended before it has read the connection for outputs",
+        "router/shards/link.py",
+        "            await asyncio.wait(parts, timeout=END_SECONDS)",
+        "            pass",
+        "tests/router/shards/test_client.py::test_all_outputs_come_before_the_end",
+    ),
+    Mutant(
+        "messages that wait for the next one are lost with their stream",
+        "router/shards/link.py",
+        "            arrivals.flush()\n",
+        "",
+        "tests/router/shards/test_client.py::test_all_outputs_come_before_the_end",
+    ),
+    Mutant(
+        "a connection that no stream claims stays open",
+        "shard/grpc/outputs.py",
+        "call_later(CLAIM_S, self._transport.abort)",
+        "call_later(1000 * CLAIM_S, self._transport.abort)",
+        "tests/shard/grpc/test_outputs.py::test_garbage_and_tokens_of_no_stream_are_closed",
+    ),
+    Mutant(
+        "everyone can open the socket for outputs",
+        "shard/grpc/outputs.py",
+        "mask = os.umask(0o177)",
+        "mask = os.umask(0)",
+        "tests/shard/grpc/test_outputs.py::test_only_its_owner_can_open_the_socket",
+    ),
+    Mutant(
+        "a shard writes to a connection without waiting for its router",
+        "shard/grpc/outputs.py",
+        "            await self._writable.wait()\n",
+        "",
+        "tests/shard/grpc/test_outputs.py::test_a_connection_that_is_not_read_ends_its_stream",
+    ),
 ]

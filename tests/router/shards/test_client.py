@@ -259,14 +259,14 @@ async def test_a_connection_for_outputs_that_breaks_ends_the_stream(
 
 
 class LastWords(Watched):
-    """Ends a stream with many messages at once."""
+    """Ends a stream with three messages."""
 
     async def Serve(
         self, commands: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepOutput]:
         outputs = await self._connection(context)
         assert outputs is not None
-        for _ in range(NUM_TOKENS):
+        for _ in range(3):
             await outputs.write(pb.StepOutput(outputs=[pb.RequestOutput(id=1, token_ids=[5] * 100)]))
         outputs.close()
         return
@@ -276,9 +276,10 @@ class LastWords(Watched):
 async def test_all_outputs_come_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lorikeet.router.shards.outputs.JOIN_LOAD", -1.0)
     monkeypatch.setattr("lorikeet.router.shards.outputs.JOIN_REQUESTS", 0)
+    monkeypatch.setattr("lorikeet.router.shards.outputs.JOIN_SECONDS", 60.0)
     async with streaming(f"unix:{tmp_path}/shard.sock", LastWords) as (listener, _):
         await listener.ended.wait()
-        assert listener.reasons == [("the shard closed the stream", 100 * NUM_TOKENS)]
+        assert listener.reasons == [("the shard closed the stream", 300)]
 
 
 class WithoutSocket(Watched):

@@ -39,8 +39,8 @@ def is_closed(connection: socket.socket) -> bool:
     """Whether the shard closes it within the time limit, and sends nothing before."""
     try:
         return connection.recv(1) == b""
-    except ConnectionResetError:
-        return True
+    except (ConnectionResetError, TimeoutError) as error:
+        return isinstance(error, ConnectionResetError)
 
 
 class Reading(Stream):
