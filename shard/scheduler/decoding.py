@@ -338,7 +338,8 @@ class DecodingRequests:
         """As `DraftRows.may_draft`, of requests in flight with drafts of the host."""
         members = self.members
         rows = members.rows[members.host_drafting]
-        return self.drafts.may_draft(rows[self._in_flight[rows] > 0])
+        has_room = self._num_known(rows) + 1 < self._limits[rows]
+        return self.drafts.may_draft(rows[(self._in_flight[rows] > 0) & has_room])
 
     @property
     def awaits_commit(self) -> bool:

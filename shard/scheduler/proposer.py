@@ -51,6 +51,8 @@ class Proposer:
     def may_draft(self, request: Request, num_running: int) -> bool:
         """Whether the request may have drafts now, so that its next step depends on tokens that must be known."""
         drafters = self.drafters.of(request, num_running)
+        if request.num_output + request.num_in_flight + 1 >= request.max_new_tokens:  # no draft may follow
+            return False
         if request.speculation.schedule != Schedule.AUTO:
             return bool(drafters)
         is_idle = self.draft_length.is_idle

@@ -143,6 +143,14 @@ def test_arrays_give_what_requests_one_by_one_give(
         assert before == after
 
 
+def test_no_step_waits_for_the_token_before_the_last_one() -> None:
+    """No draft may follow it, whether the request is a row or not."""
+    arrivals = [Arrival(0, 1, 1, 0, None)] * 4 + [Arrival(7, 1, 2, 0, None), Arrival(0, 1, 1, 0, None)]
+    setup = Setup(10, max_running=1, commit_lag=1, step_tokens=16, drafts=DraftSettings(5, fewest_rows=1))
+    one_by_one, as_arrays = (run(lambda: setup, arrivals, each, 0.01) for each in (True, False))
+    assert one_by_one == as_arrays
+
+
 @pytest.mark.parametrize("lag", [0, 1])
 def test_requests_that_only_decode_are_arrays(lag: int) -> None:
     rig = Rig(Setup(commit_lag=lag))
