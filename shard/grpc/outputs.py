@@ -36,6 +36,7 @@ class OutputConnection(asyncio.Protocol):
         self._transport = cast(asyncio.WriteTransport, transport)  # uvloop's is no subclass
         self._transport.set_write_buffer_limits(0)
         self._unclaimed = asyncio.get_running_loop().call_later(CLAIM_S, self._transport.abort)
+        self._owner.connections.add(self)
 
     def data_received(self, data: bytes) -> None:
         self.token += data
@@ -70,6 +71,10 @@ class OutputConnection(asyncio.Protocol):
         """End it once the socket has taken everything."""
         self._transport.close()
 
+    def abort(self) -> None:
+        """End it now."""
+        self._transport.abort()
+
 
 class OutputSocket:
     """Listens for connections, and keeps them by their token until streams claim them."""
@@ -77,6 +82,8 @@ class OutputSocket:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._server: asyncio.Server
+        self.connections: set[OutputConnection] = set()
+        """All that are open."""
         self._by_token: dict[bytes, asyncio.Future[OutputConnection]] = {}
         """Connections that no stream has claimed, and what streams wait for."""
 
@@ -112,13 +119,18 @@ class OutputSocket:
 
     def forget(self, connection: OutputConnection) -> None:
         """The connection has ended."""
+        self.connections.discard(connection)
         claim = self._by_token.get(connection.token)
         if claim is not None and claim.done() and claim.result() is connection:
             del self._by_token[connection.token]
 
     def close(self) -> None:
-        """Listen no longer. Connections stay."""
+        """Listen no longer, and end all connections: the event loop does not close before what they still have to write
+        is written.
+        """
         self._server.close()
+        for connection in list(self.connections):
+            connection.abort()
         self._path.unlink(missing_ok=True)
 
     def _of(self, token: bytes) -> "asyncio.Future[OutputConnection]":

@@ -4,6 +4,7 @@ import os
 import secrets
 import socket
 import stat
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -217,3 +218,17 @@ def test_all_outputs_come_before_the_end_of_a_shard(tmp_path: Path) -> None:
         next(stream.messages)
     assert stream.tokens(1) == generate_alone([1, 2], 60)
     stream.close()
+
+
+def test_a_shard_ends_although_a_router_does_not_read(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_UNSENT_BYTES", 1 << 20)
+    silent = Reading(shard)
+    logprobs = pb.Logprobs(wanted=True, alternatives=40)
+    for first in range(0, 400, 8):
+        silent.send(submits=[make_submit(first + i, [i, 2, 3], 200, logprobs=logprobs) for i in range(8)])
+    assert silent.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    ender = threading.Thread(target=shard.stop, daemon=True)
+    ender.start()
+    ender.join(TIMEOUT_S)
+    assert not ender.is_alive()
+    silent.close()
