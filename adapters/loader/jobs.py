@@ -204,10 +204,12 @@ IDLE_S = 60.0
 """Seconds without a job after which the processes that read adapters end. They take 200 MiB, and start in a second."""
 CHECKED_S = 1.0
 """The same while adapters were only checked, as at the start of a server."""
-SETTLE_S, EMPTY_CHECKS = 0.05, 20
+SETTLE_S = 0.05
 """A local adapter that cannot be read may be one that is just written: if its files change within so long, it is read
-again. One with an empty file is looked at so many times: on a busy machine whatever writes it may have to wait.
+again.
 """
+FILLED_S = 10.0
+"""A file of one that was emptied less than so long ago may be about to be filled: on a busy disk that takes seconds."""
 
 
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
@@ -502,10 +504,10 @@ class Jobs:
         """Raises AdapterChanged for a folder that was being written: what was wrong there may be right soon."""
         source = self._sources[pin.source]
         if isinstance(source, ListedSource) and pin.source is SourceKind.LOCAL:
-            files = await asyncio.to_thread(source.unchanged, pin)
-            for _ in range(1 if all(file.size for file in files.values()) else EMPTY_CHECKS):
-                await asyncio.sleep(SETTLE_S)
-                await asyncio.to_thread(source.unchanged, pin)
+            await asyncio.sleep(SETTLE_S)
+            for name, file in (await asyncio.to_thread(source.unchanged, pin)).items():
+                if not file.size and time.time() - file.written_at < FILLED_S:
+                    raise errors.AdapterChanged(f"{name} of {pin.id} is empty: it may be about to be written")
 
     @contextmanager
     def _work(self, name: str) -> Iterator[Path]:

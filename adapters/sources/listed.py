@@ -46,6 +46,8 @@ class ListedFile:
     """Changes whenever the file does."""
     handle: Any
     """For the source: the real path, or the store's metadata."""
+    written_at: float = 0.0
+    """Seconds since 1970; 0 where the source does not say."""
 
 
 class ListedSource(ABC):
@@ -243,7 +245,7 @@ class LocalSource(ListedSource):
                         continue
                     if stat.S_ISREG((status := path.stat()).st_mode):
                         state = f"{status.st_mtime_ns}\0{status.st_ctime_ns}\0{status.st_ino}\0{status.st_dev}"
-                        files[entry.name] = ListedFile(status.st_size, state, path)
+                        files[entry.name] = ListedFile(status.st_size, state, path, status.st_mtime)
         except AdapterError:
             raise
         except (OSError, ValueError) as error:

@@ -73,7 +73,7 @@ MUTANTS = [
         f"{UNLOCKED}::test_the_thread_that_works_steps_back_too",
     ),
     Mutant(
-        "routers are not told that every request waits for its grammar",
+        "no router learns that every request waits for its grammar",
         "shard/grpc/streams.py",
         "return (*credit, status.expected_ms, status.is_stalled)",
         "return (*credit, status.expected_ms)",
