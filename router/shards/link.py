@@ -26,7 +26,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto import shard_pb2_grpc
-from lorikeet.proto.outputs import MAX_MESSAGE_BYTES
+from lorikeet.proto.outputs import MAX_MESSAGE_BYTES, socket_path
 from lorikeet.proto.version import TAKES_COLUMNS
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ValidationError
@@ -266,7 +266,8 @@ class ShardClient:
         self._fault = asyncio.get_running_loop().create_future()
         arrivals = Arrivals(functools.partial(self._deliver, listener))
         try:
-            outputs = await OutputConnection.open(self.address, arrivals) if info.outputs_socket else None
+            has_socket = info.outputs_socket and socket_path(self.address) is not None
+            outputs = await OutputConnection.open(self.address, arrivals) if has_socket else None
         except OSError as error:
             return f"no connection for outputs: {error}"
         self._stub = stub

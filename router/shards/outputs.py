@@ -73,7 +73,7 @@ class OutputConnection(asyncio.Protocol):
         self._arrivals = arrivals
         self._token = secrets.token_hex(TOKEN_BYTES // 2)
         self._transport: asyncio.WriteTransport
-        self._buffer = b""
+        self._buffer = bytearray()
         """The start of a message."""
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Why nothing more comes, "" where the shard or this router has closed it."""
@@ -96,7 +96,8 @@ class OutputConnection(asyncio.Protocol):
         self._transport.write(self._token.encode())
 
     def data_received(self, data: bytes) -> None:
-        buffer, first, outputs = self._buffer + data, 0, []
+        self._buffer += data
+        buffer, first, outputs = self._buffer, 0, []
         while len(buffer) >= (start := first + HEADER_BYTES):
             size = int.from_bytes(buffer[first:start], "little")
             if size > MAX_MESSAGE_BYTES:
@@ -106,11 +107,11 @@ class OutputConnection(asyncio.Protocol):
                 break
             first = start + size
             try:
-                outputs.append(pb.StepOutput.FromString(buffer[start:first]))
+                outputs.append(pb.StepOutput.FromString(bytes(memoryview(buffer)[start:first])))
             except DecodeError:
                 self._end("the shard sent a message that is no StepOutput")
                 break
-        self._buffer = buffer[first:]
+        del buffer[:first]
         if outputs:
             self._arrivals.add(outputs)
 

@@ -107,6 +107,8 @@ MAX_SLOW, MAX_SLOW_OF_CALLER = 6, 2
 SLOW_S = 15.0
 """Time limit of a check that has stepped back; its processor time has a limit too."""
 QUEUE_S = 5.0
+IDLE_S = 30.0
+"""Seconds without a check after which the processes end. They take 40 MiB, and start again in half a second."""
 MAX_KEPT_BYTES = 16 << 20
 """Maximum bytes of the serialized grammars and refusals that are kept, least recently used first to go."""
 _MAX_CALLERS = 4096
@@ -136,6 +138,8 @@ class Grammars:
         self._num_bytes = 0
         self._running: dict[tuple[str, bytes], _Check] = {}
         """Checks by caller and grammar."""
+        self._resting: asyncio.TimerHandle | None = None
+        """Ends the processes."""
 
     async def serialize(self, kind: str, value: Any, field: str, caller: str) -> str:
         """The grammar as shards take it. Raises ValidationError for one that llguidance refuses, with its reason, and
@@ -156,10 +160,16 @@ class Grammars:
         return answer["grammar"]
 
     def close(self) -> None:
-        """End the processes."""
-        for checker in self._idle:
-            checker.close()
+        """End the processes. They start again with the next check."""
+        self._keep_processes()
+        while self._idle:
+            self._idle.pop().close()
         self._checkers.close()
+
+    def _keep_processes(self) -> None:
+        if self._resting is not None:
+            self._resting.cancel()
+            self._resting = None
 
     def _keep(self, key: bytes, answer: dict[str, str]) -> None:
         if key not in self._kept:
@@ -170,6 +180,7 @@ class Grammars:
 
     async def _shared(self, key: bytes, question: bytes, caller: str) -> dict[str, str]:
         """One check for all requests of a caller that have the same grammar; it ends when the last of them leaves."""
+        self._keep_processes()
         running = self._running.get((caller, key))
         if running is None:
             running = self._running[caller, key] = _Check(asyncio.ensure_future(self._check(question, caller)))
@@ -182,6 +193,9 @@ class Grammars:
                 del self._running[caller, key]
                 running.task.cancel()
                 await asyncio.gather(running.task, return_exceptions=True)
+                if not self._running:
+                    self._keep_processes()
+                    self._resting = asyncio.get_running_loop().call_later(IDLE_S, self.close)
 
     async def _check(self, question: bytes, caller: str) -> dict[str, str]:
         """The answer of a process, or `refused`, why there is none."""

@@ -230,8 +230,18 @@ async def test_outputs_come_over_their_connection_where_the_shard_has_one(tmp_pa
         assert [connection is None for connection in shard.connections] == [kind is Older]
 
 
-async def test_outputs_come_by_grpc_over_tcp() -> None:
-    async with streaming(f"127.0.0.1:{free_port()}", Watched) as (listener, shard):
+class Forwarded(Watched):
+    """Listens on a Unix socket, and is reached over TCP."""
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.ShardInfo:
+        info = await super().Info(request, context)
+        info.outputs_socket = True
+        return info
+
+
+@pytest.mark.parametrize("kind", [Watched, Forwarded])
+async def test_outputs_come_by_grpc_over_tcp(kind: type[Watched]) -> None:
+    async with streaming(f"127.0.0.1:{free_port()}", kind) as (listener, shard):
         await listener.ended.wait()
         assert (listener.num_tokens, listener.reasons) == (NUM_TOKENS, [])
         assert isinstance(shard, Watched) and shard.connections == [None]

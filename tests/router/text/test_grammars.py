@@ -161,6 +161,19 @@ async def test_processes_that_ended_are_replaced() -> None:
         assert await grammars.serialize("regex", "c", "guided_regex", "someone")
 
 
+async def test_processes_without_checks_end_and_start_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars_module, "IDLE_S", 0.2)
+    async with serializing() as grammars:
+        await grammars.serialize("regex", "a", "guided_regex", "someone")
+        (idle,) = grammars._idle
+        assert grammars._checkers.is_running and not idle.has_ended
+        both = (grammars.serialize("regex", text, "guided_regex", text) for text in "bc")
+        assert all(await asyncio.gather(*both)), "a check keeps them"
+        await until(lambda: not grammars._checkers.is_running)
+        assert not grammars._idle
+        assert await grammars.serialize("regex", "d", "guided_regex", "someone")
+
+
 async def test_a_caller_that_leaves_ends_its_check(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars_module, "FAST_S", 0.1)
     async with serializing() as grammars:
