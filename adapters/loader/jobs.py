@@ -208,8 +208,8 @@ SETTLE_S = 0.05
 """A local adapter that cannot be read may be one that is just written: if its files change within so long, it is read
 again.
 """
-FILLED_S = 10.0
-"""A file of one that was emptied less than so long ago may be about to be filled: on a busy disk that takes seconds."""
+EMPTY_GRACE_S = 10.0
+"""An empty file that was written less than so long ago may still be written: on a busy disk that takes seconds."""
 
 
 _FINAL = (errors.AdapterInvalid, errors.NotServed, errors.AdapterTooLarge)
@@ -506,8 +506,11 @@ class Jobs:
         if isinstance(source, ListedSource) and pin.source is SourceKind.LOCAL:
             await asyncio.sleep(SETTLE_S)
             for name, file in (await asyncio.to_thread(source.unchanged, pin)).items():
-                if not file.size and time.time() - file.written_at < FILLED_S:
-                    raise errors.AdapterChanged(f"{name} of {pin.id} is empty: it may be about to be written")
+                if not file.size and time.time() - file.written_at < EMPTY_GRACE_S:
+                    raise errors.AdapterChanged(
+                        f"{name} of {pin.id} is empty and was written less than {EMPTY_GRACE_S:g} s ago: send the "
+                        "request again once it is complete"
+                    )
 
     @contextmanager
     def _work(self, name: str) -> Iterator[Path]:

@@ -12,7 +12,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from lorikeet.proto.grammars import GRAMMAR_LIMITS
 from lorikeet.proto.params import Grammar
-from lorikeet.shard.grammar.matcher import Apart, Compiled, GrammarMatcher, raise_unless_library, reason
+from lorikeet.shard.grammar.matcher import BackgroundMatching, Compiled, GrammarMatcher, raise_unless_library, reason
 from lorikeet.shard.grammar.threads import LIMIT_S, Threads
 from lorikeet.shard.grammar.unlocked import UnlockedConsumer
 
@@ -52,8 +52,8 @@ class GrammarCompiler:
         """
         self._read_tokenizer()
         compiling = (self._compile_apart if is_private else self._compile)(grammar.text, caller)
-        apart = Apart(partial(self._submit, caller), self._consumer)
-        return GrammarMatcher(compiling, grammar.proposes, output_ids, apart, is_private)
+        background = BackgroundMatching(partial(self._submit, caller), self._consumer)
+        return GrammarMatcher(compiling, grammar.proposes, output_ids, background, is_private)
 
     def _unusable(self) -> LLMatcher:
         """One that takes in nothing."""

@@ -52,8 +52,8 @@ class Compiled:
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How tokens are taken in apart from the step loop."""
+class BackgroundMatching:
+    """How a thread takes in tokens outside the step loop."""
 
     submit: Callable[[Callable[[], bool]], Future[bool]]
     """Lets a thread do something; False where that takes too long."""
@@ -70,7 +70,7 @@ class GrammarMatcher(Unconstrained):
         compiling: Future[Compiled],
         proposes: bool,
         output_ids: Sequence[int] = (),
-        apart: Apart | None = None,
+        background: BackgroundMatching | None = None,
         is_private: bool = False,
     ) -> None:
         """`output_ids` is the output of an earlier run."""
@@ -78,7 +78,7 @@ class GrammarMatcher(Unconstrained):
         self.eos_id = -1
         """The token that the grammar allows where its text is complete."""
         self._compiling = compiling
-        self._output_ids, self._apart = output_ids, apart
+        self._output_ids, self._background = output_ids, background
         self._is_private = is_private
         self._clock: Callable[[], float] = time.thread_time
         """Processor time of the calling thread, in seconds."""
@@ -129,15 +129,15 @@ class GrammarMatcher(Unconstrained):
         if compiled.matcher is None:
             return True
         work = partial(self._start, compiled.matcher)
-        if self._output_ids and self._apart is not None:
+        if self._output_ids and self._background is not None:
             return self._begin(work)
         self.checked(work, False)
         return True
 
     def _begin(self, work: Callable[[], bool]) -> bool:
         """Let a thread do it. Returns whether it is done."""
-        assert self._apart is not None
-        self._taking = self._apart.submit(partial(self.checked, work, False))
+        assert self._background is not None
+        self._taking = self._background.submit(partial(self.checked, work, False))
         return self.start()
 
     def _start(self, compiled: LLMatcher) -> bool:
@@ -154,8 +154,8 @@ class GrammarMatcher(Unconstrained):
 
     def _take(self, token_ids: Sequence[int]) -> bool:
         """Take in tokens, and compute which may follow. Runs in a thread."""
-        assert self._apart is not None
-        consumer = self._apart.consumer
+        assert self._background is not None
+        consumer = self._background.consumer
         for token_id in token_ids:
             consume = partial(self._consume, token_id, consumer.consume)
             if self._timed(consume, consumer.processor_time) or self.error:
@@ -184,7 +184,7 @@ class GrammarMatcher(Unconstrained):
         result = work()
         seconds = clock() - began
         if seconds > APART_S:
-            self.is_slow = self._apart is not None
+            self.is_slow = self._background is not None
         if seconds > FREE_S:
             self._slow_s += seconds - FREE_S
             if self._slow_s > MAX_MATCHING_S:

@@ -84,7 +84,7 @@ class RowOffers(NamedTuple):
         takes = are_tried & (networks.widths > 0)
         at = networks.indices[takes]
         widths, states, sources = self.widths.copy(), self.states.copy(), self.sources.copy()
-        widths[at], states[at], sources[at] = (each[takes] for each in networks[1:4])
+        widths[at], states[at], sources[at] = networks.widths[takes], networks.states[takes], networks.sources[takes]
         return self._replace(widths=widths, states=states, sources=sources)
 
 

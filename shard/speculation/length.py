@@ -132,7 +132,6 @@ class DraftLengthController:
         """
         self.is_used = True
         self._settle()
-        group = self._groups.get(kind, NO_STATE)
         states, group = self.states, self._groups.get(kind, NO_STATE)
         if group != NO_STATE and states.idle_until[group]:
             row = self.row_of(request, kind)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lorikeet.adapters.errors import AdapterChanged
-from lorikeet.adapters.loader.jobs import FILLED_S, SETTLE_S, Jobs
+from lorikeet.adapters.loader.jobs import EMPTY_GRACE_S, SETTLE_S, Jobs
 from lorikeet.adapters.refs import Pin, Ref, SourceKind
 from lorikeet.adapters.sources.listed import LocalSource
 
@@ -35,10 +35,10 @@ async def test_files_that_change_a_moment_later_are_read_again(tmp_path: Path, i
         await checking
 
 
-@pytest.mark.parametrize("age_s", [0.0, FILLED_S + 1.0])
-async def test_a_file_that_was_just_emptied_may_be_about_to_be_written(tmp_path: Path, age_s: float) -> None:
+@pytest.mark.parametrize("age_s", [0.0, EMPTY_GRACE_S + 1.0])
+async def test_an_empty_file_that_was_just_written_is_retried(tmp_path: Path, age_s: float) -> None:
     jobs, pin = await adapter(tmp_path, b"", age_s)
-    if age_s < FILLED_S:
+    if age_s < EMPTY_GRACE_S:
         with pytest.raises(AdapterChanged, match="json of a is empty"):
             await Jobs._check_unchanged(jobs, pin)
     else:

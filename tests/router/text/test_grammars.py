@@ -169,7 +169,8 @@ async def test_processes_without_checks_end_and_start_again(monkeypatch: pytest.
         assert grammars._checkers.is_running and not idle.has_ended
         both = (grammars.serialize("regex", text, "guided_regex", text) for text in "bc")
         assert all(await asyncio.gather(*both)), "a check keeps them"
-        await until(lambda: not grammars._checkers.is_running)
+        async with asyncio.timeout(30):
+            await until(lambda: not grammars._checkers.is_running)
         assert not grammars._idle
         assert await grammars.serialize("regex", "d", "guided_regex", "someone")
 
