@@ -63,8 +63,10 @@ _OWN = _Own()
 def set_helper(thread_id: int) -> None:
     """Another thread works for the calling one from now on, and steps back with it."""
     _OWN.helper_id = thread_id
-    if _OWN.running is not None:
-        _OWN.running.thread_ids.append(thread_id)
+    if (running := _OWN.running) is not None:
+        running.thread_ids.append(thread_id)
+        if running.is_slow:  # it stepped back before, or while this was appended
+            _step_back([thread_id])
 
 
 class Threads:

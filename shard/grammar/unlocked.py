@@ -15,8 +15,8 @@ from llguidance import LLExecutor, LLMatcher
 
 from lorikeet.shard.grammar.threads import set_helper
 
-MAX_ATTEMPTS = 5
-"""To start a thread while nothing else starts one."""
+MAX_ATTEMPTS = 20
+"""To start a thread while no other library starts one."""
 
 
 class UnlockedConsumer:
@@ -71,7 +71,7 @@ def _start_executor() -> tuple[LLExecutor, int] | None:
     for _ in range(MAX_ATTEMPTS if tasks.exists() else 0):
         before = set(os.listdir(tasks))
         executor = LLExecutor(num_threads=1)
-        started = set(os.listdir(tasks)) - before
+        started = set(os.listdir(tasks)) - before - {str(thread.native_id) for thread in threading.enumerate()}
         if len(started) == 1:
             thread_id = int(started.pop())
             try:

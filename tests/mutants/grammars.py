@@ -68,8 +68,8 @@ MUTANTS = [
     Mutant(
         "a thread that works for one of the shard keeps its priority when that steps back",
         "shard/grammar/threads.py",
-        "        _OWN.running.thread_ids.append(thread_id)",
-        "        pass",
+        "        running.thread_ids.append(thread_id)\n        if running.is_slow:",
+        "        if False:",
         f"{UNLOCKED}::test_the_thread_that_works_steps_back_too",
     ),
     Mutant(

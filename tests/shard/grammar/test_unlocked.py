@@ -1,7 +1,9 @@
 """Tokens of slow grammars are taken in without the interpreter's lock, with the same results, and their time counts."""
 
 import os
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +13,7 @@ from llguidance import LLMatcher
 
 from lorikeet.shard.grammar import unlocked
 from lorikeet.shard.grammar.matcher import reason
-from lorikeet.shard.grammar.threads import _NICENESS, Threads
+from lorikeet.shard.grammar.threads import _NICENESS, Threads, set_helper
 from lorikeet.shard.grammar.unlocked import UnlockedConsumer
 from tests.shard.grammar.small_tokenizer import lark, tokenizer
 
@@ -121,3 +123,21 @@ def test_the_thread_that_works_steps_back_too() -> None:
     assert threads.submit(work, -1).result(20) == _NICENESS
     assert threads.submit(work, -1).result(20) == _NICENESS
     assert found[0] != found[1], "a thread that stepped back ends with its work"
+
+
+@needs_linux
+def test_one_that_starts_once_its_caller_has_stepped_back_does_so_at_once() -> None:
+    """On a busy machine it takes long to start."""
+
+    def work() -> int:
+        end = time.monotonic() + 10
+        while os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) != _NICENESS and time.monotonic() < end:
+            time.sleep(0.01)
+        with subprocess.Popen(["sleep", "10"]) as helper:  # which has another priority
+            os.setpriority(os.PRIO_PROCESS, helper.pid, 1 if os.getpriority(os.PRIO_PROCESS, 0) >= 0 else 0)
+            set_helper(helper.pid)
+            found = os.getpriority(os.PRIO_PROCESS, helper.pid)
+            helper.kill()
+        return found
+
+    assert Threads(1, fast_s=0.02).submit(work, -1).result(20) == _NICENESS
