@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytest.importorskip("triton")  # the modules below import it
+
 from benchmarks.cuda.setup import SMOKE, Setup
 from tests import tiny
 from tests.cuda import logits, lossless

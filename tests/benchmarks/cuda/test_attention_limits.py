@@ -1,5 +1,9 @@
 """From times of both kernels to the limits of the table."""
 
+import pytest
+
+pytest.importorskip("triton")  # the modules below import it
+
 from benchmarks.cuda.check.kernels import limits_of
 from benchmarks.cuda.setup import SMOKE, Setup, limit_steps
 from lorikeet.shard.attention.kernel_limits import Limit

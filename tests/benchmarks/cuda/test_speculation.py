@@ -2,6 +2,8 @@
 
 import pytest
 
+pytest.importorskip("triton")  # the modules below import it
+
 from benchmarks.cuda.check import speculation
 
 PLAIN = {"seconds": 0.010, "tokens_per_second": 100.0}
