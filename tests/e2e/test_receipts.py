@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -120,8 +121,18 @@ def test_replays_are_identical_on_any_replica_under_load(server: Launched, recei
             assert (code, printed.splitlines()[-1]) == (0, f"{len(ASKED)} of {len(ASKED)} identical"), printed
 
 
+def operators_lines(replicas: Replicas, receipts: Path) -> str:
+    """The operator's file once it has the lines of all `receipts`: each is written after its answer."""
+    ids = [receipt.request_id for receipt in found_in(receipts.read_text())]
+    end = time.monotonic() + 60
+    while not all(each in (text := replicas.receipts.read_text()) for each in ids) or not text.endswith("\n"):
+        assert time.monotonic() < end, "the operator's file lacks a line"
+        time.sleep(0.02)
+    return text
+
+
 def test_the_operator_s_file_holds_no_tokens(replicas: Replicas, receipts: Path) -> None:
-    text = replicas.receipts.read_text()
+    text = operators_lines(replicas, receipts)
     assert '"token_ids"' not in text and "zyzzyva" not in text and "Wamiko" not in text
     kept = {receipt.request_id: receipt.values for receipt in reversed(list(found_in(text)))}  # replays come later
     for receipt in found_in(receipts.read_text()):
@@ -133,7 +144,7 @@ def test_the_operator_s_file_holds_no_tokens(replicas: Replicas, receipts: Path)
 
 
 def test_a_line_of_the_operator_s_file_is_replayed(replicas: Replicas, receipts: Path, folder: Path) -> None:
-    lines = {receipt.request_id: receipt for receipt in found_in(replicas.receipts.read_text())}
+    lines = {receipt.request_id: receipt for receipt in found_in(operators_lines(replicas, receipts))}
     given = list(found_in(receipts.read_text()))
     prompts = {0: RECORD, 3: SECRET, 8: json.dumps(CHAT)}
     for index, prompt in prompts.items():
