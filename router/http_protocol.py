@@ -34,6 +34,14 @@ _FOR = re.compile(r'(?:^|;)\s*for\s*=\s*("[^"]*"|[^;]*)', re.IGNORECASE)
 _WITH_PORT = re.compile(r"\[(?P<six>[^\]]*)\](?::\d+)?|(?P<four>[^:]*)(?::\d+)?")
 
 
+def header(scope: Scope, name: bytes) -> str | None:
+    """The first value of the header `name`, which is in lower case. Starlette's `Headers` encode each name anew."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value, "latin-1")
+    return None
+
+
 _LONGEST = 64
 """Characters of an address with a zone. A header may be longer, and must not be kept."""
 

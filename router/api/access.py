@@ -30,7 +30,7 @@ from lorikeet.router.errors import (
     TooManyFailedKeys,
     TwoCredentials,
 )
-from lorikeet.router.http_protocol import Addresses, parsed_address
+from lorikeet.router.http_protocol import Addresses, header, parsed_address
 from lorikeet.router.requests.generation import Generation
 from lorikeet.router.requests.request import caller, offered
 
@@ -190,23 +190,21 @@ class Browsers:
 
     def check(self, scope: Scope) -> None:
         """Record in the request's state whether another site's page sent it. Raises HostNotAllowed or ForeignPage."""
-        headers = Headers(scope=scope)
-        self._check_host(scope, headers)
-        is_foreign = scope["state"]["is_foreign"] = self._is_foreign(scope, headers)
+        self._check_host(scope)
+        is_foreign = scope["state"]["is_foreign"] = self._is_foreign(scope)
         if is_foreign and not self._has_keys and scope["path"] in _WORKS_FOR_READERS:
             raise ForeignPage()
 
     def cors_headers(self, scope: Scope) -> list[tuple[bytes, bytes]]:
         """CORS headers to add to an answer."""
-        headers = Headers(scope=scope)
-        origin, rules = headers.get("origin"), self._rules
+        origin, rules = header(scope, b"origin"), self._rules
         depends = [] if rules.allow_all_origins else [(b"vary", b"Origin")]
         if origin is None:
             return depends
         simple = [
             (name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in rules.simple_headers.items()
         ]
-        if rules.allow_all_origins or not self._rules_for(origin, scope, headers).is_allowed_origin(origin):
+        if rules.allow_all_origins or not self._rules_for(origin, scope).is_allowed_origin(origin):
             return [*simple, *depends]
         return [*simple, (b"access-control-allow-origin", origin.encode("latin-1")), *depends]
 
@@ -217,38 +215,41 @@ class Browsers:
         headers = Headers(scope=scope)
         if "origin" not in headers or "access-control-request-method" not in headers:
             return None
-        return self._rules_for(headers["origin"], scope, headers).preflight_response(headers)
+        return self._rules_for(headers["origin"], scope).preflight_response(headers)
 
-    def _rules_for(self, origin: str, scope: Scope, headers: Headers) -> CORSMiddleware:
-        is_own = self._allows_own and self._is_own(origin, scope, headers)
+    def _rules_for(self, origin: str, scope: Scope) -> CORSMiddleware:
+        is_own = self._allows_own and self._is_own(origin, scope)
         return self._cors((origin,), None) if is_own else self._rules
 
     def _cors(self, origins: tuple[str, ...], pattern: str | None) -> CORSMiddleware:
         return CORSMiddleware(_nothing, allow_origins=origins, allow_origin_regex=pattern, **self._options)  # type: ignore[arg-type]
 
-    def _check_host(self, scope: Scope, headers: Headers) -> None:
+    def _check_host(self, scope: Scope) -> None:
         if self._has_keys or _ANY in self._hosts or not _is_loopback((scope.get("server") or ("",))[0]):
             return
         if self._is_behind_proxy(scope):
             return
-        for host in headers.getlist("host"):
+        for key, value in scope["headers"]:
+            if key != b"host":
+                continue
+            host = value.decode("latin-1")
             name = host_name(host)
             if name != "localhost" and not _is_loopback(name) and name not in self._hosts:
                 raise HostNotAllowed(host)
 
-    def _is_foreign(self, scope: Scope, headers: Headers) -> bool:
+    def _is_foreign(self, scope: Scope) -> bool:
         """Whether a page of another site sent the request, as far as browsers say it."""
-        origin = headers.get("origin")
+        origin = header(scope, b"origin")
         if origin is None:
-            is_elsewhere = headers.get("sec-fetch-site") in ("cross-site", "same-site")
-            return is_elsewhere and headers.get("sec-fetch-mode") != "navigate"
+            is_elsewhere = header(scope, b"sec-fetch-site") in ("cross-site", "same-site")
+            return is_elsewhere and header(scope, b"sec-fetch-mode") != "navigate"
         if origin.lower() in self._listed or _LOOPBACK_ORIGIN.fullmatch(origin.lower()):
             return False
-        return not self._is_own(origin, scope, headers)
+        return not self._is_own(origin, scope)
 
-    def _is_own(self, origin: str, scope: Scope, headers: Headers) -> bool:
-        host = headers.get("x-forwarded-host") if self._is_behind_proxy(scope) else None
-        return origin.lower().partition("://")[2] == (host or headers.get("host", "")).lower() != ""
+    def _is_own(self, origin: str, scope: Scope) -> bool:
+        host = header(scope, b"x-forwarded-host") if self._is_behind_proxy(scope) else None
+        return origin.lower().partition("://")[2] == (host or header(scope, b"host") or "").lower() != ""
 
     def _is_behind_proxy(self, scope: Scope) -> bool:
         return self._addresses.is_trusted((scope.get("client") or ("",))[0])

@@ -35,7 +35,7 @@ from lorikeet.router.errors import (
     ShuttingDown,
     TooManyFailedKeys,
 )
-from lorikeet.router.http_protocol import Addresses
+from lorikeet.router.http_protocol import Addresses, header
 from lorikeet.router.kept_streams import KeptStream
 from lorikeet.router.metrics.router import Metrics
 from lorikeet.router.usage_log import Ending
@@ -127,8 +127,7 @@ class RequestMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
-        identity = request_id(headers.get("x-request-id"))
+        identity = request_id(header(scope, b"x-request-id"))
         scope["path"] = normal_path(scope["path"], self._service.config.root_path)
         state = scope.setdefault("state", {})
         state["request_id"], state["address"] = identity, self._addresses.of(scope)
@@ -142,7 +141,7 @@ class RequestMiddleware:
         ids = {"request_id": identity}
         if handle is not None:
             self._metrics.request_arrived()
-            if self._tracing is not None and (trace := self._tracing.begin(headers)) is not None:
+            if self._tracing is not None and (trace := self._tracing.begin(Headers(scope=scope))) is not None:
                 state["trace"] = call.trace = trace
                 ids["trace_id"] = trace.trace_id
         with structlog.contextvars.bound_contextvars(**ids):
@@ -179,7 +178,7 @@ class RequestMiddleware:
                 await self._app(scope, receive, call.send)
                 return
             await self._service.dispatcher.known()
-            if (ttl_s := wanted_ttl(request.headers)) is None:
+            if (ttl_s := wanted_ttl(scope)) is None:
                 await self._generate(request, direct, receive, call.send)
             else:
                 owner, stream_id = self._service.caller(request).identity, scope["state"]["request_id"]

@@ -4,7 +4,7 @@ All routes to the model call `prepare`. They differ in what their bodies ask for
 prompts become tokens (`Prompts`).
 """
 
-import secrets
+import random
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -355,9 +355,9 @@ def submit(service: Service, request: Request, prepared: PreparedRequest, arrive
 
     Of requests for vectors only some may be queued: `submit_more` queues the others. Raises a subclass of Refused.
     """
-    if (charge := getattr(request.state, "body_charge", None)) is not None:
+    if (charge := request.scope["state"].get("body_charge")) is not None:
         charge.settle()
-    request.state.requests, request.state.generations = prepared.requests, prepared.generations
+    request.scope["state"] |= {"requests": prepared.requests, "generations": prepared.generations}
     if (limit := service.config.request_timeout_s) is not None:
         prepared = replace(prepared, deadline=arrived_at + limit)
     submit_more(service, request, prepared)
@@ -380,7 +380,7 @@ def submit_more(service: Service, request: Request, prepared: PreparedRequest, n
 
 def _queued(service: Service, request: Request, sequence: GenerationRequest, deadline: float | None) -> Generation:
     service.receipts.prepare(sequence)
-    timeline = None if getattr(request.state, "trace", None) is None else Timeline()
+    timeline = None if request.scope["state"].get("trace") is None else Timeline()
     generation = service.dispatcher.submit(sequence, deadline=deadline, timeline=timeline)
     if service.config.log_texts:
         generation.read_texts = []
@@ -415,4 +415,4 @@ def log_fields(request: GenerationRequest, num_generated: int, finish: FinishRea
 
 def random_seed() -> int:
     """For a request without one. 53 bits survive every JSON reader."""
-    return secrets.randbits(53)
+    return random.getrandbits(53)

@@ -140,9 +140,8 @@ class Service:
 
         Raises a leaf of BodyRejected, or BodyMemoryFull.
         """
-        body: dict[str, Any] | None = getattr(request.state, "given_body", None)
+        body: dict[str, Any] | None = request.scope["state"].pop("given_body", None)
         if body is not None:
-            del request.state.given_body
             return body
         return await self.bodies.read(request, self.caller(request).identity)
 

@@ -8,7 +8,7 @@ own connection is the first reader of the buffer; `GET /v1/streams/{id}` makes o
 import asyncio
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from types import TracebackType
 from typing import Any, Self
@@ -19,7 +19,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from lorikeet.proto.config_file import whole_number
 from lorikeet.router.errors import ValidationError
-from lorikeet.router.http_protocol import Exchange
+from lorikeet.router.http_protocol import Exchange, header
 from lorikeet.router.kept_streams import MAX_TTL_S, KeptStream, StreamReader, Streams
 
 KEEP_ALIVE_S = 15.0
@@ -197,9 +197,9 @@ TTL_HEADER = "x-lorikeet-resumable"
 ID_HEADER = b"x-lorikeet-stream"
 
 
-def wanted_ttl(headers: Mapping[str, str]) -> int | None:
+def wanted_ttl(scope: Scope) -> int | None:
     """The seconds for which a request asks its answer to be kept; None without. Raises ValidationError."""
-    text = headers.get(TTL_HEADER)
+    text = header(scope, TTL_HEADER.encode())
     if text is None:
         return None
     seconds = whole_number(text, 1, MAX_TTL_S)

@@ -148,12 +148,15 @@ class Dispatcher:
     @property
     def info(self) -> pb.ShardInfo | None:
         """Information on the first shard that has ever been connected."""
-        return next((link.info for link in self.links if link.info is not None), None)
+        for link in self.links:
+            if link.info is not None:
+                return link.info
+        return None
 
     @property
     def num_active(self) -> int:
         """Requests inside the router, queued or running."""
-        return len(self._queued) + sum(len(link.running) for link in self.links)
+        return len(self._queued) + sum([len(link.running) for link in self.links])
 
     @property
     def queued(self) -> Collection[Generation]:

@@ -29,6 +29,7 @@ from lorikeet.proto.params import (
     Speculation,
 )
 from lorikeet.router.errors import NoHeads, ValidationError
+from lorikeet.router.http_protocol import header
 from lorikeet.router.text.stop import ReasoningSyntax
 from lorikeet.router.text.tokenizer import Tokenizer
 
@@ -490,7 +491,7 @@ def caller(request: Request, keys: Keys) -> Caller:
         if (key := keys.find(token)) is not None:
             token = None
         else:
-            key = keys.find(request.headers.get(KEY_HEADER))
+            key = keys.find(header(request.scope, KEY_HEADER.encode()))
         is_foreign = key is None and state.get("is_foreign", False)
         sender = Caller(state["request_id"], key, token, state.get("address", ""), is_foreign)
         state["caller"] = sender
@@ -499,12 +500,12 @@ def caller(request: Request, keys: Keys) -> Caller:
 
 def offered(request: Request) -> tuple[str | None, str | None]:
     """What a request presents: in KEY_HEADER, and as the token of the Authorization header."""
-    return request.headers.get(KEY_HEADER) or None, bearer(request)
+    return header(request.scope, KEY_HEADER.encode()) or None, bearer(request)
 
 
 def bearer(request: Request) -> str | None:
     """The token of the Authorization header."""
-    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    scheme, _, token = (header(request.scope, b"authorization") or "").partition(" ")
     return (token.strip() or None) if scheme.lower() == "bearer" else None
 
 

@@ -30,6 +30,7 @@ from lorikeet.router.errors import (
     WrongJsonType,
     WrongMediaType,
 )
+from lorikeet.router.http_protocol import header
 
 _JSON_MEDIA_TYPE = re.compile(r"application/(?:[\w.!#$&^-]+\+)?json\s*(?:;|$)", re.IGNORECASE)
 
@@ -205,9 +206,10 @@ class BodyReader:
 
         Raises one leaf of BodyRejected, BodyMemoryFull, or ClientDisconnect.
         """
-        if not _JSON_MEDIA_TYPE.match(request.headers.get("content-type", "")):
+        if not _JSON_MEDIA_TYPE.match(header(request.scope, b"content-type") or ""):
             raise WrongMediaType()
-        encoding = request.headers.get("content-encoding", "identity").strip().lower()
+        given = header(request.scope, b"content-encoding")
+        encoding = "identity" if given is None else given.strip().lower()
         if encoding not in ("identity", "gzip", "x-gzip"):
             raise UnsupportedContentEncoding(encoding[:64])
         charge = request.state.body_charge = self._memory.body(caller)
@@ -225,7 +227,7 @@ class BodyReader:
 
     async def _received(self, request: Request, charge: BodyCharge) -> bytes:
         """Collect the body without holding more than the limit. The declared length is counted at once."""
-        if (declared := request.headers.get("content-length")) is not None:
+        if (declared := header(request.scope, b"content-length")) is not None:
             num_bytes = whole_number(declared, 0, self._max_bytes)
             if num_bytes is None:
                 raise BodyTooLarge()
