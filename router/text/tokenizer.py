@@ -262,6 +262,9 @@ LONG_TEXT = 1 << 16
 SHORT_TEXT = 512
 """Characters up to which a text is tokenized in the event loop: it takes 0.1 to 0.3 ms, and a thread as much again."""
 
+SHORT_CONVERSATION = 8
+"""Messages up to which a conversation with a short text is rendered there too."""
+
 
 @dataclass(eq=False, slots=True)
 class _TokenizeJob:
@@ -704,6 +707,8 @@ class Tokenizer:
             return Rendered(template.render(messages, options), template.unread(options.variables))
 
         num_chars = sum(len(message.get("content") or "") for message in messages) + options.num_chars
+        if num_chars <= SHORT_TEXT and len(messages) <= SHORT_CONVERSATION:
+            return work()
         return await self.pool.run(work, caller, num_chars)
 
     def _compiled(self, source: str) -> ChatTemplate:
