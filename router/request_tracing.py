@@ -30,12 +30,12 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
-from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from lorikeet.proto.draft_sources import SOURCE_NAMES
 from lorikeet.proto.version import version
 from lorikeet.router.config import RouterConfig
+from lorikeet.router.http_protocol import header
 from lorikeet.router.requests.generation import MAX_STEPS, Generation, Period, StepEvent
 from lorikeet.router.requests.request import GenerationRequest
 from lorikeet.router.usage_log import Ending
@@ -212,16 +212,18 @@ class Tracing:
         is_plain = not config.otlp_endpoint.startswith("https://")
         return cls(config, OTLPSpanExporter(endpoint=config.otlp_endpoint, insecure=is_plain))
 
-    def begin(self, headers: Headers) -> "RequestTrace | None":
+    def begin(self, scope: Scope) -> "RequestTrace | None":
         """The trace of a request that has arrived; None where it is not sampled.
 
         The SDK takes 30 µs to make a span that is not recorded, which would be a hundredth of a short request.
         """
         parent = Context()
-        if "traceparent" in headers:
-            carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        is_child = False
+        if header(scope, b"traceparent") is not None:
+            names = ("traceparent", "tracestate")
+            carrier = {name: value for name in names if (value := header(scope, name.encode())) is not None}
             parent = self._propagator.extract(carrier, parent)
-        is_child = bool(parent) and get_current_span(parent).get_span_context().is_valid
+            is_child = get_current_span(parent).get_span_context().is_valid
         if not is_child and random.random() >= self._sample_ratio:
             return None
         span = self._tracer.start_span("request", parent, SpanKind.SERVER)

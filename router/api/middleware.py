@@ -141,7 +141,7 @@ class RequestMiddleware:
         ids = {"request_id": identity}
         if handle is not None:
             self._metrics.request_arrived()
-            if self._tracing is not None and (trace := self._tracing.begin(Headers(scope=scope))) is not None:
+            if self._tracing is not None and (trace := self._tracing.begin(scope)) is not None:
                 state["trace"] = call.trace = trace
                 ids["trace_id"] = trace.trace_id
         with structlog.contextvars.bound_contextvars(**ids):

@@ -14,6 +14,7 @@ import pytest
 import structlog
 import tokenizers
 
+from lorikeet.router.text.tokenizer import SHORT_TEXT
 from tests.router.scripted_shard import Script, ScriptedShard
 from tests.router.serving import MODEL_ID, Serving, serving, write_model_folder
 
@@ -130,7 +131,7 @@ async def test_overload(tmp_path: Path, anyio_backend: str) -> None:
 
 @pytest.mark.parametrize("path", ["/generate", "/v1/completions", "/v1/chat/completions"])
 async def test_requests_that_are_rejected_are_not_tokenized(tmp_path: Path, anyio_backend: str, path: str) -> None:
-    """At most as many texts are tokenized as requests could be accepted."""
+    """At most as many texts are tokenized as requests could be accepted. Short ones do not wait for a thread."""
     async with serving(tmp_path, max_concurrent_requests=3) as server:
         server.says("ab", hangs=True)
         first = asyncio.create_task(server.client.post("/generate", json={"inputs": "Hi"}))
@@ -143,7 +144,8 @@ async def test_requests_that_are_rejected_are_not_tokenized(tmp_path: Path, anyi
             return await run(lambda: (blocked.wait(30), work())[1], caller, num_chars)
 
         pool.run = counted  # type: ignore[method-assign]
-        body = {"inputs": "Hi", "prompt": "Hi", "model": MODEL_ID, "messages": [{"role": "user", "content": "Hi"}]}
+        text = "Hi" * SHORT_TEXT
+        body = {"inputs": text, "prompt": text, "model": MODEL_ID, "messages": [{"role": "user", "content": text}]}
         flood = [asyncio.create_task(server.client.post(path, json=body)) for _ in range(20)]
         statuses = []
         for refused in itertools.islice(asyncio.as_completed(flood), 18):

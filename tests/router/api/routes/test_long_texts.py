@@ -61,7 +61,7 @@ async def test_texts_that_are_too_long_are_not_tokenized(tmp_path: Path) -> None
         attacker = asyncio.create_task(attack())
         seconds = await latencies(server, attacker)
         await attacker
-        assert max(tokenized) <= 2
+        assert max(tokenized, default=0) <= 2
         assert len(seconds) >= 5
 
 
