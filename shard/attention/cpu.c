@@ -19,6 +19,7 @@
 #define LANES 16
 #define BLOCK (2 * LANES)  // positions of a page are a multiple of it
 #define AHEAD 256          // prefetch distance in positions
+#define ALONE (1 << 18)    // multiplications below which a second thread costs more than it saves
 // A product is computed in parts of WIDTH lanes. Sums, weights and a broadcast of one pass fill the registers: scores of
 // SCORE_ROWS rows and SCORED positions, outputs of VALUE_ROWS rows and COLUMNS parts.
 #ifdef __AVX512F__
@@ -340,24 +341,39 @@ static void store(const Layer *layer, const Step *step, const element *key, cons
     }
 }
 
+// Whether a step has enough multiplications for several threads.
+static int is_long(const Layer *layer, const Step *step) {
+    const int64_t heads = layer->num_kv_heads, per_position = layer->num_heads * (layer->key_width + layer->value_width);
+    int64_t work = 0;
+    for (int64_t i = 0; i < step->num_items && work < ALONE; i++) {
+        const Tile tile = tile_of(layer, step, i * heads, heads);
+        work += tile.count * tile.keys.count * step->page_size * per_position;
+    }
+    return work >= ALONE;
+}
+
+// This thread's part of `attend`. Each thread computes its own heads where they can be divided evenly, else tiles are
+// shared dynamically.
+static void attend_part(const Layer *layer, const Step *step, const element *query, const element *key,
+                        const element *value, const int64_t *strides, element *output) {
+    const int64_t kv_heads = layer->num_kv_heads, tiles = step->num_items * kv_heads, threads = omp_get_num_threads();
+    const int64_t even = kv_heads % threads == 0;
+    const int64_t heads = even ? kv_heads / threads : kv_heads;
+    const int64_t chunk = even ? step->num_items * heads : 1 + tiles / (8 * threads);
+    float *scratch = step->memory + omp_get_thread_num() * step->scratch;
+#pragma omp for schedule(static)
+    for (int64_t token = 0; token < step->num_tokens; token++)
+        store(layer, step, key, strides + 2, value, strides + 4, token);
+#pragma omp for schedule(dynamic, chunk) nowait
+    for (int64_t i = 0; i < tiles; i++) {
+        const Tile tile = tile_of(layer, step, i, heads), next = tile_of(layer, step, i + (i + 1 < tiles), heads);
+        attend_tile(layer, step, &tile, &next, query, strides, output, scratch);
+    }
+}
+
 // strides: token and head stride of query, key and value.
 void attend(const Layer *layer, const Step *step, const element *query, const element *key, const element *value,
-            const int64_t *strides, element *output, int num_threads) {
-    const int64_t kv_heads = layer->num_kv_heads, tiles = step->num_items * kv_heads;
-    if (tiles == 0) return;
-    const int64_t even = kv_heads % num_threads == 0;  // then each thread computes its own heads, else tiles are shared dynamically
-    const int64_t heads = even ? kv_heads / num_threads : kv_heads;
-    const int64_t chunk = even ? step->num_items * heads : 1 + tiles / (8 * num_threads);
-#pragma omp parallel num_threads(num_threads)
-    {
-        float *scratch = step->memory + omp_get_thread_num() * step->scratch;
-#pragma omp for schedule(static)
-        for (int64_t token = 0; token < step->num_tokens; token++)
-            store(layer, step, key, strides + 2, value, strides + 4, token);
-#pragma omp for schedule(dynamic, chunk)
-        for (int64_t i = 0; i < tiles; i++) {
-            const Tile tile = tile_of(layer, step, i, heads), next = tile_of(layer, step, i + (i + 1 < tiles), heads);
-            attend_tile(layer, step, &tile, &next, query, strides, output, scratch);
-        }
-    }
+            const int64_t *strides, element *output, int threads) {
+    if (step->num_items == 0) return;
+    PARALLEL(is_long(layer, step), attend_part(layer, step, query, key, value, strides, output);)
 }

@@ -5,6 +5,23 @@
 
 typedef uint16_t bf16;
 
+// What follows, a part for each thread or a loop, by `threads` threads where IS_LONG, else by the caller alone, without a
+// parallel region: libgomp makes a team for each region and calls the system at its end, also for one thread.
+#define PARALLEL(IS_LONG, ...)                           \
+    if (threads > 1 && (IS_LONG)) {                      \
+        _Pragma("omp parallel num_threads(threads)")     \
+        { __VA_ARGS__ }                                  \
+    } else {                                             \
+        __VA_ARGS__                                      \
+    }
+#define PARALLEL_FOR(IS_LONG, ...)                                        \
+    if (threads > 1 && (IS_LONG)) {                                       \
+        _Pragma("omp parallel for num_threads(threads) schedule(static)") \
+        __VA_ARGS__                                                       \
+    } else {                                                              \
+        __VA_ARGS__                                                       \
+    }
+
 #if BF16
 typedef bf16 element;
 static inline float to_float(element x) {

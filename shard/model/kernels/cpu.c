@@ -310,61 +310,70 @@ static inline void block_product(const bf16 *x, int64_t rows, int64_t x_stride, 
         vector_product(x, rows, x_stride, block, k, y, y_stride, width, bias, next);
 }
 
+// This thread's part of `linear`.
+static void linear_part(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, int64_t n, int64_t k,
+                        const float *bias, bf16 *y) {
+    int64_t blocks = (n + BLOCK - 1) / BLOCK;
+#pragma omp for schedule(static) nowait
+    for (int64_t b = 0; b < blocks; b++) {
+        block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width_of(b, n),
+                      bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
+    }
+    leave_tiles();
+}
+
 // x: [rows, k], packed [n, k], bias: [n] or 0 -> y: [rows, n]
 void linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *packed, int64_t n, int64_t k, const float *bias,
             bf16 *y, int threads) {
+    PARALLEL(rows * n * k >= ALONE, linear_part(x, rows, x_stride, packed, n, k, bias, y);)
+}
+
+// This thread's part of `plain_linear`.
+static void plain_linear_part(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *weight, int64_t n, int64_t k,
+                              const float *bias, bf16 *y) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
-    {
+    // a block fits the second-level cache: packing it takes little longer than reading it
+    bf16 *block = aligned_alloc(64, BLOCK * k * sizeof *block);
 #pragma omp for schedule(static) nowait
-        for (int64_t b = 0; b < blocks; b++) {
-            block_product(x, rows, x_stride, packed + b * BLOCK * k, k, y + b * BLOCK, n, width_of(b, n),
-                          bias ? bias + b * BLOCK : 0, b + 1 < blocks ? packed + (b + 1) * BLOCK * k : 0);
-        }
-        leave_tiles();
+    for (int64_t b = 0; b < blocks; b++) {
+        pack_block(weight + b * BLOCK * k, width_of(b, n), k, block);
+        block_product(x, rows, x_stride, block, k, y + b * BLOCK, n, width_of(b, n), bias ? bias + b * BLOCK : 0, 0);
     }
+    leave_tiles();
+    free(block);
 }
 
 // x: [rows, k], weight: [n, k] in its own order, bias: [n] or 0 -> y: [rows, n], with the bits of `linear`
 void plain_linear(const bf16 *x, int64_t rows, int64_t x_stride, const bf16 *weight, int64_t n, int64_t k,
                   const float *bias, bf16 *y, int threads) {
+    PARALLEL(rows * n * k >= ALONE, plain_linear_part(x, rows, x_stride, weight, n, k, bias, y);)
+}
+
+// This thread's part of hidden = act(gate x) * up x.
+static void gated_part(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, int is_tanh,
+                       bf16 *hidden) {
     int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
-    {
-        // a block fits the second-level cache: packing it takes little longer than reading it
-        bf16 *block = aligned_alloc(64, BLOCK * k * sizeof *block);
+    bf16 gates[MLP_ROWS * BLOCK], ups[MLP_ROWS * BLOCK];
 #pragma omp for schedule(static) nowait
-        for (int64_t b = 0; b < blocks; b++) {
-            pack_block(weight + b * BLOCK * k, width_of(b, n), k, block);
-            block_product(x, rows, x_stride, block, k, y + b * BLOCK, n, width_of(b, n), bias ? bias + b * BLOCK : 0, 0);
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
+        for (int64_t r = 0; r < rows; r += MLP_ROWS) {
+            const bf16 *its_gate = gate + b * BLOCK * k, *its_up = up + b * BLOCK * k;
+            int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
+            const bf16 *next = r + count < rows ? its_gate : b + 1 < blocks ? its_gate + BLOCK * k : 0;
+            block_product(x + r * k, count, k, its_gate, k, gates, BLOCK, BLOCK, 0, its_up);
+            block_product(x + r * k, count, k, its_up, k, ups, BLOCK, BLOCK, 0, next);
+            for (int64_t i = 0; i < count; i++)
+                gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width, is_tanh);
         }
-        leave_tiles();
-        free(block);
     }
+    leave_tiles();
 }
 
 // y = down(act(gate x) * up x); x: [rows, k], gate and up packed [n, k], down packed [m, n], hidden: [rows, n] scratch
 void gated_mlp(const bf16 *x, int64_t rows, int64_t k, const bf16 *gate, const bf16 *up, int64_t n, const bf16 *down,
                int64_t m, int is_tanh, bf16 *hidden, bf16 *y, int threads) {
-    int64_t blocks = (n + BLOCK - 1) / BLOCK;
-#pragma omp parallel num_threads(rows * n * k < ALONE ? 1 : threads)
-    {
-        bf16 gates[MLP_ROWS * BLOCK], ups[MLP_ROWS * BLOCK];
-#pragma omp for schedule(static) nowait
-        for (int64_t b = 0; b < blocks; b++) {
-            int64_t width = n - b * BLOCK > BLOCK ? BLOCK : n - b * BLOCK;
-            for (int64_t r = 0; r < rows; r += MLP_ROWS) {
-                const bf16 *its_gate = gate + b * BLOCK * k, *its_up = up + b * BLOCK * k;
-                int64_t count = rows - r > MLP_ROWS ? MLP_ROWS : rows - r;
-                const bf16 *next = r + count < rows ? its_gate : b + 1 < blocks ? its_gate + BLOCK * k : 0;
-                block_product(x + r * k, count, k, its_gate, k, gates, BLOCK, BLOCK, 0, its_up);
-                block_product(x + r * k, count, k, its_up, k, ups, BLOCK, BLOCK, 0, next);
-                for (int64_t i = 0; i < count; i++)
-                    gate_row(gates + i * BLOCK, ups + i * BLOCK, hidden + (r + i) * n + b * BLOCK, width, is_tanh);
-            }
-        }
-        leave_tiles();
-    }
+    PARALLEL(rows * n * k >= ALONE, gated_part(x, rows, k, gate, up, n, is_tanh, hidden);)
     linear(hidden, rows, n, down, m, n, 0, y, threads);
 }
 

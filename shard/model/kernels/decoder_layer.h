@@ -5,6 +5,8 @@
 #include <omp.h>
 #include "model/lora/targets.h"
 
+#define LONG 32768  // elements from which on several threads compute what takes little time for each
+
 #ifdef WITH_AVX512
 // e to the x, within 2 units in the last place, by powers of two and a polynomial
 static inline __m512 exp16(__m512 x) {
@@ -56,8 +58,8 @@ static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t w
 
 // h = act(gate) * up, all [rows, n]; h may be gate
 void gate_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, int is_tanh, bf16 *h, int threads) {
-#pragma omp parallel for num_threads(rows * n < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n, is_tanh);
+    PARALLEL_FOR(rows * n >= LONG, for (int64_t r = 0; r < rows; r++)
+                                       gate_row(gate + r * n, up + r * n, h + r * n, n, is_tanh);)
 }
 
 // An RMS norm: (weight + offset) * x / rms(x), whose quotient may be rounded before it is multiplied.
@@ -84,39 +86,37 @@ static inline void norm_row(const bf16 *x, int64_t k, const Norm *norm, bf16 *y)
 
 // x, y: [rows, k], which may be one array
 void rms_norm(const bf16 *x, int64_t rows, int64_t k, const Norm *norm, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(rows * k < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) norm_row(x + r * k, k, norm, y + r * k);
+    PARALLEL_FOR(rows * k >= LONG, for (int64_t r = 0; r < rows; r++) norm_row(x + r * k, k, norm, y + r * k);)
 }
 
 // The norm of each head of x, in place. x: [rows, stride], heads * dim of it
 void norm_heads(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const Norm *norm, int threads) {
-#pragma omp parallel for num_threads(rows * heads * dim < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < heads; h++) norm_row(x + r * stride + h * dim, dim, norm, x + r * stride + h * dim);
+    PARALLEL_FOR(rows * heads * dim >= LONG, for (int64_t r = 0; r < rows; r++)
+                                                 for (int64_t h = 0; h < heads; h++)
+                                                     norm_row(x + r * stride + h * dim, dim, norm, x + r * stride + h * dim);)
 }
 
-// x[t, h, :] rotated by the angles of token t, in place: halves (a, b) become (a cos - b sin, b cos + a sin), each
-// product and sum rounded. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
+// x [dim] rotated in place: halves (a, b) become (a cos - b sin, b cos + a sin), each product and sum rounded
+static inline void rotate_head(bf16 *x, int64_t dim, const bf16 *cos, const bf16 *sin) {
+    const int64_t half = dim / 2;
+    for (int64_t c = 0; c < half; c += 16) {
+        vec16 a = load16(x + c), b = load16(x + half + c);
+        store16(x + c, round16(a * load16(cos + c)) - round16(b * load16(sin + c)));
+        store16(x + half + c, round16(b * load16(cos + half + c)) + round16(a * load16(sin + half + c)));
+    }
+}
+
+// x[t, h, :] rotated by the angles of token t, in place. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
 void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
             int threads) {
-    int64_t half = dim / 2;
-#pragma omp parallel for num_threads(rows * heads * dim < 32768 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++)
-        for (int64_t h = 0; h < heads; h++)
-            for (int64_t c = 0; c < half; c += 16) {
-                bf16 *p = x + r * stride + h * dim + c, *q = p + half;
-                const bf16 *cp = cos + r * dim + c, *sp = sin + r * dim + c;
-                vec16 a = load16(p), b = load16(q);
-                store16(p, round16(a * load16(cp)) - round16(b * load16(sp)));
-                store16(q, round16(b * load16(cp + half)) + round16(a * load16(sp + half)));
-            }
+    PARALLEL_FOR(rows * heads * dim >= LONG, for (int64_t r = 0; r < rows; r++)
+                                                 for (int64_t h = 0; h < heads; h++)
+                                                     rotate_head(x + r * stride + h * dim, dim, cos + r * dim, sin + r * dim);)
 }
 
 // y = bf16(x + h), all [n], 16 divides n; y may be x
 static void add(const bf16 *x, const bf16 *h, int64_t n, bf16 *y, int threads) {
-#pragma omp parallel for num_threads(n < 32768 ? 1 : threads) schedule(static)
-    for (int64_t c = 0; c < n; c += 16)
-        store16(y + c, load16(x + c) + load16(h + c));
+    PARALLEL_FOR(n >= LONG, for (int64_t c = 0; c < n; c += 16) store16(y + c, load16(x + c) + load16(h + c));)
 }
 
 typedef void attend_function(const void *layer, const void *step, const bf16 *query, const bf16 *key,

@@ -109,6 +109,17 @@ static void block_product(const Product *of, int64_t from, int64_t to, int64_t b
         memcpy(of->y + r * n + at, sums + (r - from) * BLOCK, width * sizeof(float));
 }
 
+// This thread's part of a product, whose outputs are divided into `parts`.
+static void linear_part(const Product *of, int64_t rows, int64_t parts) {
+    const int64_t blocks = (of->n + BLOCK - 1) / BLOCK, chunks = (rows + CHUNK - 1) / CHUNK;
+#pragma omp for schedule(dynamic) nowait
+    for (int64_t task = 0; task < chunks * parts; task++) {
+        const int64_t from = task / parts * CHUNK, to = from + CHUNK < rows ? from + CHUNK : rows, i = task % parts;
+        for (int64_t block = blocks * i / parts; block < blocks * (i + 1) / parts; block++)
+            block_product(of, from, to, block);
+    }
+}
+
 // x: [rows, k], packed [n, k], bias: [n] or NULL -> y: [rows, n], or gelu(y)
 void linear(const float *x, int64_t rows, int64_t x_stride, const float *packed, int64_t n, int64_t k,
             const float *bias, float *y, int is_gelu, int threads) {
@@ -118,18 +129,13 @@ void linear(const float *x, int64_t rows, int64_t x_stride, const float *packed,
     if (rows * n * k < ALONE) threads = 1;
     int64_t parts = (TASKS * threads + chunks - 1) / chunks;  // of the blocks
     if (parts > blocks) parts = blocks;
-#pragma omp parallel for num_threads(threads) schedule(dynamic)
-    for (int64_t task = 0; task < chunks * parts; task++) {
-        const int64_t from = task / parts * CHUNK, to = from + CHUNK < rows ? from + CHUNK : rows, i = task % parts;
-        for (int64_t block = blocks * i / parts; block < blocks * (i + 1) / parts; block++)
-            block_product(&of, from, to, block);
-    }
+    PARALLEL(1, linear_part(&of, rows, parts);)
 }
 
 // x: [rows, n] -> y
 void gelu(const float *x, int64_t count, float *y, int threads) {
-#pragma omp parallel for num_threads(count < ALONE ? 1 : threads) schedule(static)
-    for (int64_t i = 0; i < count / WIDTH; i++) ((part *)y)[i] = gelu_part(((const part *)x)[i]);
+    PARALLEL_FOR(count >= ALONE,
+                 for (int64_t i = 0; i < count / WIDTH; i++) ((part *)y)[i] = gelu_part(((const part *)x)[i]);)
     if (count % WIDTH) {
         float last[WIDTH] = {0};
         const int64_t at = count - count % WIDTH;
@@ -147,30 +153,35 @@ INLINE float total(part a, part b) {
     return x[0];
 }
 
+// A row of `layer_norm`.
+static void norm_row(const float *x, const float *added, int64_t width, const float *weight, const float *bias,
+                     float epsilon, float *y) {
+    const part *in = (const part *)x, *other = (const part *)added;
+    part *out = (part *)y;
+    part low = splat(0.0f), high = splat(0.0f);
+    for (int64_t i = 0; i < width / WIDTH; i += 2) {
+        const part a = other ? in[i] + other[i] : in[i], b = other ? in[i + 1] + other[i + 1] : in[i + 1];
+        out[i] = a, out[i + 1] = b;
+        low += a, high += b;
+    }
+    const float mean = total(low, high) / width;
+    low = high = splat(0.0f);
+    for (int64_t i = 0; i < width / WIDTH; i += 2) {
+        const part a = out[i] - splat(mean), b = out[i + 1] - splat(mean);
+        low += a * a, high += b * b;
+    }
+    const part scale = splat(1.0f / sqrtf(total(low, high) / width + epsilon));
+    for (int64_t i = 0; i < width / WIDTH; i++) {
+        const part z = (out[i] - splat(mean)) * scale * ((const part *)weight)[i];
+        out[i] = bias ? z + ((const part *)bias)[i] : z;
+    }
+}
+
 // y = (s - mean s) / sqrt(variance of s + epsilon) * weight + bias, s = x + added (or x). All rows have `width`
 // elements, which 2 * WIDTH divides; bias: [width] or NULL.
 void layer_norm(const float *x, const float *added, int64_t rows, int64_t width, const float *weight,
                 const float *bias, float epsilon, float *y, int threads) {
-#pragma omp parallel for num_threads(rows * width < ALONE / 4 ? 1 : threads) schedule(static)
-    for (int64_t r = 0; r < rows; r++) {
-        const part *in = (const part *)(x + r * width), *other = added ? (const part *)(added + r * width) : NULL;
-        part *out = (part *)(y + r * width);
-        part low = splat(0.0f), high = splat(0.0f);
-        for (int64_t i = 0; i < width / WIDTH; i += 2) {
-            const part a = other ? in[i] + other[i] : in[i], b = other ? in[i + 1] + other[i + 1] : in[i + 1];
-            out[i] = a, out[i + 1] = b;
-            low += a, high += b;
-        }
-        const float mean = total(low, high) / width;
-        low = high = splat(0.0f);
-        for (int64_t i = 0; i < width / WIDTH; i += 2) {
-            const part a = out[i] - splat(mean), b = out[i + 1] - splat(mean);
-            low += a * a, high += b * b;
-        }
-        const part scale = splat(1.0f / sqrtf(total(low, high) / width + epsilon));
-        for (int64_t i = 0; i < width / WIDTH; i++) {
-            const part z = (out[i] - splat(mean)) * scale * ((const part *)weight)[i];
-            out[i] = bias ? z + ((const part *)bias)[i] : z;
-        }
-    }
+    PARALLEL_FOR(rows * width >= ALONE / 4, for (int64_t r = 0; r < rows; r++)
+                                                norm_row(x + r * width, added ? added + r * width : NULL, width, weight,
+                                                         bias, epsilon, y + r * width);)
 }

@@ -490,6 +490,26 @@ static void round_row(const Matrix *m, const element *x, uint8_t *place) {
     }
 }
 
+// This thread's part of `multiply_all`; `is_rounded`: the inputs are in `scratch`.
+static void multiply_part(const Matrix *const *matrices, int count, const element *x, int64_t rows, int64_t x_stride,
+                          int is_rounded, uint8_t *scratch, element *const *ys) {
+    const int64_t stride = row_bytes(matrices[0]);
+    if (!is_rounded) {
+#pragma omp for schedule(static)
+        for (int64_t r = 0; r < rows; r++) round_row(matrices[0], x + r * x_stride, scratch + r * stride);
+    }
+    for (int i = 0; i < count; i++) {
+        const Matrix *m = matrices[i];
+        const int64_t panels = (m->num_out + OUTPUTS - 1) / OUTPUTS;
+#pragma omp for schedule(static) nowait
+        for (int64_t b = 0; b < panels; b++)
+            for (int64_t r = 0; r < rows; r += TILE) {
+                const int64_t some = rows - r < TILE ? rows - r : TILE;
+                by_rows[some - 1](m, b, scratch + r * stride, stride, ys[i] + r * m->num_out);
+            }
+    }
+}
+
 // The products of matrices of the same shape of rows with one input. x: [rows, num_in]; scratch: [rows, row_bytes]
 // -> ys[i]: [rows, num_out]
 static void multiply_all(const Matrix *const *matrices, int count, const element *x, int64_t rows, int64_t x_stride,
@@ -500,21 +520,6 @@ static void multiply_all(const Matrix *const *matrices, int count, const element
     int64_t outputs = 0;
     for (int i = 0; i < count; i++) outputs += matrices[i]->num_out;
     for (int64_t r = 0; is_early && r < rows; r++) round_row(first, x + r * x_stride, scratch + r * stride);
-#pragma omp parallel num_threads(rows * outputs * first->num_in < ALONE ? 1 : threads)
-    {
-        if (!is_early) {
-#pragma omp for schedule(static)
-            for (int64_t r = 0; r < rows; r++) round_row(first, x + r * x_stride, scratch + r * stride);
-        }
-        for (int i = 0; i < count; i++) {
-            const Matrix *m = matrices[i];
-            const int64_t panels = (m->num_out + OUTPUTS - 1) / OUTPUTS;
-#pragma omp for schedule(static) nowait
-            for (int64_t b = 0; b < panels; b++)
-                for (int64_t r = 0; r < rows; r += TILE) {
-                    const int64_t some = rows - r < TILE ? rows - r : TILE;
-                    by_rows[some - 1](m, b, scratch + r * stride, stride, ys[i] + r * m->num_out);
-                }
-        }
-    }
+    PARALLEL(rows * outputs * first->num_in >= ALONE,
+             multiply_part(matrices, count, x, rows, x_stride, is_early, scratch, ys);)
 }

@@ -273,6 +273,12 @@ static void add_task(const Part *part, const Task *task, const int64_t *ids) {
     expand(w, u, task->count, part->num_out, part->y + task->first * part->y_stride, part->y_stride, part->base_bias);
 }
 
+// This thread's tasks of all parts.
+static void add_tasks(const Part *parts, int num_parts, const Task *tasks, int num_tasks) {
+#pragma omp for schedule(dynamic) nowait
+    for (int i = 0; i < num_parts * num_tasks; i++) add_task(parts + i % num_parts, tasks + i / num_parts, NULL);
+}
+
 // Compute every task of every part.
 void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, int threads) {
     int64_t work = 0;
@@ -281,8 +287,7 @@ void adapt(const Part *parts, int num_parts, const Task *tasks, int num_tasks, i
         const Task *task = tasks + i / num_parts;
         work += rank_of(part->slots, task->slot) * task->count * (part->num_in + part->num_out);
     }
-#pragma omp parallel for num_threads(work < ALONE ? 1 : threads) schedule(dynamic)
-    for (int i = 0; i < num_parts * num_tasks; i++) add_task(parts + i % num_parts, tasks + i / num_parts, NULL);
+    PARALLEL(work >= ALONE, add_tasks(parts, num_parts, tasks, num_tasks);)
 }
 
 // Token embeddings.
