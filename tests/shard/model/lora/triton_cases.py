@@ -378,7 +378,7 @@ def test_padding_tasks_do_nothing() -> None:
         x, base = bench.random(num_rows, 24), bench.random(num_rows, 20)
         got = base.clone()
         groups = module.rows.groups
-        assert groups is not None and groups.num_launched == groups.most_tasks(28) == 12
+        assert groups is not None and groups.num_launched == groups.most_tasks(28) < 28
         places.append([(tensor.data_ptr(), tensor.shape) for tensor in (groups.tasks, groups.row_ids)])
         adapt(module.rows, Product(module, x, got))
         expected = bench.wanted(module, per_row(slots, counts), x, base)
