@@ -30,7 +30,15 @@ from lorikeet.shard.model.fusion.attention import FusedAttention
 from lorikeet.shard.model.fusion.encoder import can_fuse, fuse_encoder
 from lorikeet.shard.model.fusion.parts import FusedMlp
 from lorikeet.shard.model.fusion.select import choose
-from lorikeet.shard.model.kernels.packing import PackedMatrix, SharedMatrix, can_pack, pack
+from lorikeet.shard.model.kernels.packing import (
+    PackedMatrix,
+    SharedMatrix,
+    StreamedMatrix,
+    can_pack,
+    can_stream,
+    embed_by,
+    pack,
+)
 from lorikeet.shard.model.lora.targets import LoraTarget
 from lorikeet.shard.model.moe.experts import PackedExperts, is_experts, place_experts
 from lorikeet.shard.model.moe.routers import replace_router_weights
@@ -124,6 +132,7 @@ def quantized_matrices(network: nn.Module) -> list[QuantizedMatrix]:
 
 def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
     freed = FreedMemory()
+    embeddings = _tied_embeddings(network) if is_whole else {}
     for parent in list(network.modules()):
         if is_experts(parent):
             parent.lorikeet_experts = PackedExperts(parent)
@@ -131,16 +140,39 @@ def _pack_layers(network: nn.Module, tied: set[int], is_whole: bool) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, nn.Linear | Conv1D):
                 num_bytes = child.weight.nbytes
-                setattr(parent, name, _packed(child, is_shared=id(child.weight) in tied))
+                is_shared, embedding = id(child.weight) in tied, embeddings.get(id(child.weight))
+                setattr(parent, name, _packed(child, is_shared, embedding))
                 freed.add(num_bytes)
     if not getattr(network, "lorikeet_owns_weights", False):
         _copy_from_mmap(network, set() if is_whole else tied)
     return_freed_memory()
 
 
-def _packed(module: nn.Linear | Conv1D, is_shared: bool) -> PackedLinear:
-    """The packed layer of a module, whose weight is dropped. Conv1D keeps its weight as [in, out]."""
+def _tied_embeddings(network: nn.Module) -> dict[int, nn.Embedding]:
+    """By the id of their weight: embeddings that could read the packed weight of the output head, the only module that
+    shares it.
+    """
+    holders: dict[int, list[nn.Module]] = {}
+    for module in network.modules():
+        for parameter in module.parameters(recurse=False):
+            holders.setdefault(id(parameter), []).append(module)
+    found: dict[int, nn.Embedding] = {}
+    for weight, modules in holders.items():
+        embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+        if len(modules) == 2 and len(embeddings) == 1 and can_stream(embeddings[0].weight):
+            found[weight] = embeddings[0]
+    return found
+
+
+def _packed(module: nn.Linear | Conv1D, is_shared: bool, embedding: nn.Embedding | None) -> PackedLinear:
+    """The packed layer of a module, whose weight is dropped; `embedding` may use it too. Conv1D keeps its weight as
+    [in, out].
+    """
     bias = None if module.bias is None else module.bias.detach()
+    if embedding is not None:
+        matrix = pack(module.weight.detach(), bias)
+        if isinstance(matrix, StreamedMatrix) and embed_by(embedding, matrix):
+            return PackedLinear(matrix, target_of(module))
     if is_shared and isinstance(module, nn.Linear):
         return PackedLinear(SharedMatrix(module.weight, bias), target_of(module))
     weight = module.weight.detach()

@@ -71,6 +71,21 @@ void pack(const bf16 *weight, int64_t n, int64_t k, bf16 *packed) {
         pack_block(weight + b * BLOCK * k, width_of(b, n), k, packed + b * BLOCK * k);
 }
 
+// Row `id` of a packed matrix -> y: [k]
+static inline void take_row(const bf16 *packed, int64_t k, int64_t id, bf16 *y) {
+    const bf16 *pair = packed + id / BLOCK * BLOCK * k + id % BLOCK * 2;
+    for (int64_t c = 0; c < k; c += 2) memcpy(y + c, pair + c * BLOCK, 2 * sizeof *y);
+}
+
+// ids: [count] rows of a packed matrix [n, k] -> y: [count, k]. Returns whether all are rows of the matrix; else
+// nothing is written.
+int take_rows(const bf16 *packed, int64_t n, int64_t k, const int64_t *ids, int64_t count, bf16 *y, int threads) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] < 0 || ids[i] >= n) return 0;
+    PARALLEL_FOR(count * k >= LONG, for (int64_t i = 0; i < count; i++) take_row(packed, k, ids[i], y + i * k);)
+    return 1;
+}
+
 #ifdef WITH_AVX512
 static inline void store(bf16 *y, int64_t width, const vec16 *sums, const float *bias) {
     for (int v = 0; v < VECTORS && 16 * v < width; v++) {

@@ -99,6 +99,7 @@ class _Tensor:
 
 _ARGUMENTS = {
     "pack": [_Tensor, _SIZE, _SIZE, _Tensor],
+    "take_rows": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _Tensor, _INT],
     "linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
     "plain_linear": [_Tensor, _SIZE, _SIZE, _Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _INT],
     "gated_mlp": [_Tensor, _SIZE, _SIZE, _Tensor, _Tensor, _SIZE, _Tensor, _SIZE, _INT, _Tensor, _Tensor, _INT],
@@ -119,7 +120,7 @@ def _load(*defines: str) -> ctypes.CDLL:
     for name, arguments in _ARGUMENTS.items():
         function = getattr(loaded, name)
         function.argtypes, function.restype = arguments, None
-    loaded.prepare.restype = _INT
+    loaded.prepare.restype = loaded.take_rows.restype = _INT
     loaded.prepare()
     return loaded
 
@@ -170,6 +171,18 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     packed = _pool.empty(-(-num_out // BLOCK) * BLOCK * num_in)
     _load().pack(weight, num_out, num_in, packed)
     return packed
+
+
+def take_rows(packed: torch.Tensor, num_out: int, num_in: int, ids: torch.Tensor) -> torch.Tensor:
+    """Rows of the weight that `pack` was given. packed: of [num_out, num_in]; ids: [...] int64. Returns [..., num_in].
+
+    Raises IndexError for an id that is none of a row.
+    """
+    ids = ids.contiguous()
+    y = packed.new_empty(*ids.shape, num_in)
+    if not _load().take_rows(packed, num_out, num_in, ids, ids.numel(), y, torch.get_num_threads()):
+        raise IndexError(f"an id is not below {num_out}")
+    return y
 
 
 def linear(x: torch.Tensor, packed: torch.Tensor, num_out: int, bias: torch.Tensor | None) -> torch.Tensor:

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from functools import cache
 
 import torch
+from torch import nn
 
 from lorikeet.shard.model.kernels import cpu, float32
 
@@ -114,6 +115,42 @@ class StreamedMatrix(PackedMatrix):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return cpu.linear(x, self.packed, self.out_features, bias)
 
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of the weight, bit for bit. ids: [...] int64. Returns [..., in]. Raises IndexError."""
+        return cpu.take_rows(self.packed, self.out_features, self.in_features, ids)
+
+
+class PackedEmbedding(nn.Embedding):
+    """An embedding that reads the packed weight of the output head, so that both have one copy of it."""
+
+    matrix: StreamedMatrix
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """input: [...] int64. Returns [..., in]. Raises IndexError."""
+        return self.matrix.rows(input)
+
+
+def embed_by(embedding: nn.Embedding, matrix: StreamedMatrix) -> bool:
+    """Let the embedding read the rows of `matrix`, which has its weight, and drop the weight. False, and nothing
+    happened, where it does not compute the same then: its class may read the weight itself. What the class does with
+    the result of torch's `forward` is kept.
+    """
+    kind, weight = type(embedding), embedding.weight
+    ids = torch.tensor([0, len(weight) // 2, len(weight) - 1])
+    expected = embedding(ids)
+    bases = (PackedEmbedding,) if kind is nn.Embedding else (kind, PackedEmbedding)
+    embedding.__class__ = type(kind.__name__, bases, {})
+    embedding.matrix = matrix  # type: ignore[assignment]
+    embedding.weight = nn.Parameter(weight.new_empty(0, matrix.in_features), requires_grad=False)
+    try:
+        is_same = torch.equal(embedding(ids), expected)
+    except (IndexError, RuntimeError):
+        is_same = False
+    if not is_same:
+        embedding.__class__, embedding.weight = kind, weight
+        del embedding.matrix
+    return is_same
+
 
 class Float32Matrix(PackedMatrix):
     """The layout and product of float32.c."""
@@ -163,9 +200,14 @@ def _sums_rows_alike() -> bool:
     return True
 
 
+def can_stream(weight: torch.Tensor) -> bool:
+    """Whether a weight, [out, in], can be a StreamedMatrix."""
+    return weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and cpu.available()
+
+
 def pack(weight: torch.Tensor, bias: torch.Tensor | None) -> PackedMatrix:
     """weight: [out, in]; bias: [out]. The fastest layout that this machine and the shape allow."""
-    if weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0 and cpu.available():
+    if can_stream(weight):
         return StreamedMatrix(weight, bias)
     if weight.dtype == torch.float32 and float32.available():
         return Float32Matrix(weight, bias)
