@@ -191,8 +191,8 @@ def _copy_from_mmap(network: nn.Module, copied: set[int]) -> None:
 
 
 def _shared_weights(network: nn.Module) -> set[int]:
-    """Ids of weights that more than one module holds, wholly or in part: a tied head stays plain, because a second copy
-    would cost memory.
+    """Ids of weights that more than one module holds, wholly or in part: they stay plain, because a second copy would
+    cost memory, unless the other module is an embedding that can read the packed weight.
     """
     held = [parameter for module in network.modules() for parameter in module.parameters(recurse=False)]
     held.sort(key=lambda parameter: parameter.data_ptr())

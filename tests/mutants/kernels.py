@@ -14,6 +14,20 @@ MUTANTS = [
         f"{PRODUCTS}::test_a_product_is_the_float32_product_rounded_once",
     ),
     Mutant(
+        "a row of a packed matrix has the first element of each pair twice",
+        "shard/model/kernels/cpu.c",
+        "memcpy(y + c, pair + c * BLOCK, 2 * sizeof *y);",
+        "y[c] = y[c + 1] = pair[c * BLOCK];",
+        "tests/shard/model/test_tied_embeddings.py::test_rows_of_a_packed_matrix",
+    ),
+    Mutant(
+        "an embedding that reads its weight itself loses the weight",
+        "shard/model/kernels/packing.py",
+        "    if not is_same:\n",
+        "    if not is_same and len(ids) > 3:\n",
+        "tests/shard/model/test_tied_embeddings.py::test_a_class_of_its_own_is_kept",
+    ),
+    Mutant(
         "rows after the first 60 are multiplied by the inputs of the first ones",
         "shard/model/kernels/cpu.c",
         "add_pairs(x + r * x_stride + 2 * p,",
