@@ -26,6 +26,7 @@ MUTANTS = [
         "    if not is_same:\n",
         "    if not is_same and len(ids) > 3:\n",
         "tests/shard/model/test_tied_embeddings.py::test_a_class_of_its_own_is_kept",
+        raises="IndexError",
     ),
     Mutant(
         "rows after the first 60 are multiplied by the inputs of the first ones",
