@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "a request that is not traced records a timeline",
         "router/api/prepare.py",
-        'timeline = None if getattr(request.state, "trace", None) is None else Timeline()',
+        'timeline = None if request.scope["state"].get("trace") is None else Timeline()',
         "timeline = Timeline()",
         f"{TRACING_TEST}::test_a_request_that_is_not_sampled_costs_less_than_a_hundredth",
     ),
