@@ -339,8 +339,9 @@ def counted(calls: Counter[bool]) -> Iterator[None]:
 
     def profile(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call":
-            file = frame.f_code.co_filename
-            calls["/opentelemetry/" in file or file.endswith("/router/request_tracing.py")] += 1
+            code = frame.f_code
+            is_of_traces = "/opentelemetry/" in code.co_filename or code.co_filename.endswith("/request_tracing.py")
+            calls[is_of_traces or code.co_qualname.startswith("Timeline.")] += 1
 
     sys.setprofile(profile)
     try:
