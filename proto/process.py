@@ -96,6 +96,14 @@ def keep_freed_memory() -> bool:
     return options is not None and all(options(option, KEPT_BLOCK) for option in thresholds)
 
 
+def share_freed_memory() -> bool:
+    """Let all threads that start from now on use one heap. By default each has its own, in which what it frees stays.
+    Returns whether the library can.
+    """
+    option = getattr(ctypes.CDLL(None), "mallopt", None)
+    return option is not None and bool(option(_ARENA_MAX, 1))
+
+
 class FreedMemory:
     """Returns memory to the system while much is used and freed."""
 
@@ -112,8 +120,8 @@ class FreedMemory:
 
 KEPT_BLOCK = 512 << 20
 """Bytes: more than the logits of a usual step."""
-_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""glibc's M_TRIM_THRESHOLD and M_MMAP_THRESHOLD."""
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
+"""glibc's M_TRIM_THRESHOLD, M_MMAP_THRESHOLD and M_ARENA_MAX."""
 
 ENVIRONMENT = ("PATH", "PYTHONPATH", "PYTHONSAFEPATH", "LANG", "LC_ALL", "TZ", "VIRTUAL_ENV")
 """Variables that a child needs to import what its parent does; others may be secrets."""

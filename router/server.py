@@ -24,6 +24,7 @@ from lorikeet.proto.process import (
     raise_file_limit,
     report_failure,
     return_freed_memory,
+    share_freed_memory,
     signal_at_parent_death,
 )
 from lorikeet.router.api.app import create_app
@@ -215,15 +216,18 @@ async def _watch_files(listener: socket.socket) -> None:
 
 
 async def return_memory(metrics: Metrics, dispatcher: Dispatcher) -> None:
-    """Once no request has come and none was active for REST_S, return what they have used."""
-    num_arrived = num_returned = 0.0
+    """While no request comes and none is active, return what they have used: after 1, 2, 4, 8… times REST_S, because
+    streams, grammars and adapters are kept for a while.
+    """
+    num_arrived, num_rests = 0.0, 0
     while True:
         await asyncio.sleep(REST_S)
         before, num_arrived = num_arrived, metrics.request_count.values.get("", 0.0)
-        if num_arrived == before != num_returned and not dispatcher.num_active:
+        is_at_rest = num_arrived == before and not dispatcher.num_active
+        num_rests = num_rests + 1 if is_at_rest else 0
+        if num_arrived and num_rests and not num_rests & (num_rests - 1):
             gc.collect()  # an error and the frames that it passed refer to each other
             await asyncio.to_thread(return_freed_memory)
-            num_returned = num_arrived
 
 
 def _listen(config: RouterConfig) -> socket.socket:
@@ -254,6 +258,7 @@ def serve(config: RouterConfig) -> int:
     if config.parent_pid is not None:
         signal_at_parent_death()
     raise_file_limit()
+    share_freed_memory()
     try:
         return uvloop.run(_run(config))
     except (ValueError, OSError) as error:

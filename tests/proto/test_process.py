@@ -36,3 +36,35 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     # the system counts a fault for each page that it gives, of which a block taken anew has thousands
     assert int(done.stdout) < 10
+
+
+HEAPS = """
+import sys, threading
+from pathlib import Path
+from lorikeet.proto.process import share_freed_memory
+
+HEAP_BYTES = 64 << 20
+
+def num_heaps():  # of threads: each begins at a multiple of its size
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    starts = [int(line[0].split("-")[0], 16) for line in lines if len(line) == 5 and line[1] == "rw-p"]
+    return sum(start % HEAP_BYTES == 0 for start in starts)
+
+if sys.argv[1] == "shared":
+    assert share_freed_memory()
+kept = []
+threads = [threading.Thread(target=lambda: kept.append([b"x" * 60_000 for _ in range(50)])) for _ in range(4)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(num_heaps())
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="needs glibc's options")
+def test_threads_share_a_heap() -> None:
+    def heaps(kind: str) -> int:
+        return int(subprocess.run([sys.executable, "-c", HEAPS, kind], check=True, capture_output=True).stdout)
+
+    assert heaps("own") > 0 == heaps("shared")

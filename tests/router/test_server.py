@@ -290,29 +290,38 @@ async def test_exhausted_files_are_logged_once_and_end(tmp_path: Path) -> None:
         assert events.count("file_descriptors_exhausted") == 1
 
 
-async def test_memory_is_returned_once_after_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    metrics, dispatcher, returned = Metrics(), SimpleNamespace(num_active=0), list[float]()
-    monkeypatch.setattr(server, "REST_S", 0.02)
-    monkeypatch.setattr(server, "return_freed_memory", lambda: returned.append(metrics.request_count.values[""]))
-    returning = asyncio.create_task(server.return_memory(metrics, cast(Any, dispatcher)))
-    await asyncio.sleep(0.1)
-    assert not returned
-    dispatcher.num_active = 1
-    metrics.request_arrived()
-    await asyncio.sleep(0.1)
-    assert not returned
+class OverTime(Exception):
+    """The end of a test's time."""
+
+
+async def test_memory_is_returned_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again later, since what is kept for a while is freed later; the time is a number of pauses."""
+    metrics, dispatcher, returned, now = Metrics(), SimpleNamespace(num_active=0), list[int](), 0
     cycle = type("Cycle", (), {})()
-    cycle.itself, alive = cycle, weakref.ref(cycle)
-    del cycle
+    alive = weakref.ref(cycle)
+
+    async def pause(seconds: float) -> None:
+        nonlocal now, cycle
+        now += 1
+        if now == 3:
+            metrics.request_arrived()
+            dispatcher.num_active = 1
+        if now == 6:
+            dispatcher.num_active = 0
+            cycle.itself = cycle
+            del cycle
+        if now == 22:
+            metrics.request_arrived()
+        if now == 28:
+            raise OverTime
+
+    monkeypatch.setattr(server, "asyncio", SimpleNamespace(sleep=pause, to_thread=asyncio.to_thread))
+    monkeypatch.setattr(server, "return_freed_memory", lambda: returned.append(now))
     gc.disable()
     try:
-        dispatcher.num_active = 0
-        async with asyncio.timeout(10):
-            while not returned:  # noqa: ASYNC110 - another task
-                await asyncio.sleep(0.01)
+        with pytest.raises(OverTime):
+            await server.return_memory(metrics, cast(Any, dispatcher))
     finally:
         gc.enable()
     assert alive() is None, "an error and the frames that it passed refer to each other"
-    await asyncio.sleep(0.1)
-    assert returned == [1.0]
-    returning.cancel()
+    assert returned == [6, 7, 9, 13, 21, 23, 24, 26]
