@@ -263,7 +263,7 @@ SHORT_TEXT = 512
 """Characters up to which a text is tokenized in the event loop: it takes 0.1 to 0.3 ms, and a thread as much again."""
 
 SHORT_CONVERSATION = 8
-"""Messages up to which a conversation with a short text is rendered there too."""
+"""Messages up to which a conversation with a short text, and nothing else, is rendered there too."""
 
 
 @dataclass(eq=False, slots=True)
@@ -707,7 +707,7 @@ class Tokenizer:
             return Rendered(template.render(messages, options), template.unread(options.variables))
 
         num_chars = sum(len(message.get("content") or "") for message in messages) + options.num_chars
-        if num_chars <= SHORT_TEXT and len(messages) <= SHORT_CONVERSATION:
+        if num_chars <= SHORT_TEXT and _is_short(messages) and source in self._templates:  # compiled before
             return work()
         return await self.pool.run(work, caller, num_chars)
 
@@ -783,3 +783,10 @@ async def bad_word_ids(tokenizer: Tokenizer, words: Sequence[str], caller: str =
         if bare and len(spaced) == len(bare) and spaced[0] != bare[0]:
             unique[spaced] = None
     return tuple(ids for ids in unique if ids)
+
+
+def _is_short(messages: list[dict[str, Any]]) -> bool:
+    """Whether there are few messages, which have nothing but a text: calls of tools may be long."""
+    return len(messages) <= SHORT_CONVERSATION and all(
+        message.keys() == {"role", "content"} and isinstance(message["content"], str) for message in messages
+    )

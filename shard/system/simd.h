@@ -1,18 +1,20 @@
-// What the C sources share: elements in memory (bfloat16 with -DBF16=1, else float32) and vectors of 16 floats.
+// What the C sources share: elements in memory (bfloat16 with -DBF16=1, else float32), vectors of 16 floats, and loops by
+// several threads.
 #pragma once
 #include <stdint.h>
 #include <string.h>
 
 typedef uint16_t bf16;
 
-// What follows, a part for each thread or a loop, by `threads` threads where IS_LONG, else by the caller alone, without a
-// parallel region: libgomp makes a team for each region and calls the system at its end, also for one thread.
-#define PARALLEL(IS_LONG, ...)                           \
-    if (threads > 1 && (IS_LONG)) {                      \
-        _Pragma("omp parallel num_threads(threads)")     \
-        { __VA_ARGS__ }                                  \
-    } else {                                             \
-        __VA_ARGS__                                      \
+// Each thread's part of a computation, or a loop, by `threads` threads (a variable where it stands) if IS_LONG, else by
+// the caller alone without a parallel region: for each region libgomp makes a team, and calls the system at its end, also
+// for one thread.
+#define PARALLEL(IS_LONG, ...)                       \
+    if (threads > 1 && (IS_LONG)) {                  \
+        _Pragma("omp parallel num_threads(threads)") \
+        { __VA_ARGS__ }                              \
+    } else {                                         \
+        __VA_ARGS__                                  \
     }
 #define PARALLEL_FOR(IS_LONG, ...)                                        \
     if (threads > 1 && (IS_LONG)) {                                       \

@@ -174,11 +174,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def take_rows(packed: torch.Tensor, num_out: int, num_in: int, ids: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight that `pack` was given. packed: of [num_out, num_in]; ids: [...] int64. Returns [..., num_in].
+    """Rows of the weight that `pack` was given. packed: of [num_out, num_in]; ids: integers, [...].
 
-    Raises IndexError for an id that is none of a row.
+    Returns [..., num_in]. Raises IndexError for an id that no row has.
     """
-    ids = ids.contiguous()
+    ids = ids.long().contiguous()
     y = packed.new_empty(*ids.shape, num_in)
     if not _load().take_rows(packed, num_out, num_in, ids, ids.numel(), y, torch.get_num_threads()):
         raise IndexError(f"an id is not below {num_out}")

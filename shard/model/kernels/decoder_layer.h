@@ -58,8 +58,8 @@ static inline void gate_row(const bf16 *gate, const bf16 *up, bf16 *h, int64_t w
 
 // h = act(gate) * up, all [rows, n]; h may be gate
 void gate_times(const bf16 *gate, const bf16 *up, int64_t rows, int64_t n, int is_tanh, bf16 *h, int threads) {
-    PARALLEL_FOR(rows * n >= LONG, for (int64_t r = 0; r < rows; r++)
-                                       gate_row(gate + r * n, up + r * n, h + r * n, n, is_tanh);)
+    PARALLEL_FOR(rows * n >= LONG,
+                 for (int64_t r = 0; r < rows; r++) gate_row(gate + r * n, up + r * n, h + r * n, n, is_tanh);)
 }
 
 // An RMS norm: (weight + offset) * x / rms(x), whose quotient may be rounded before it is multiplied.
@@ -91,9 +91,10 @@ void rms_norm(const bf16 *x, int64_t rows, int64_t k, const Norm *norm, bf16 *y,
 
 // The norm of each head of x, in place. x: [rows, stride], heads * dim of it
 void norm_heads(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const Norm *norm, int threads) {
-    PARALLEL_FOR(rows * heads * dim >= LONG, for (int64_t r = 0; r < rows; r++)
-                                                 for (int64_t h = 0; h < heads; h++)
-                                                     norm_row(x + r * stride + h * dim, dim, norm, x + r * stride + h * dim);)
+    PARALLEL_FOR(rows * heads * dim >= LONG,
+                 for (int64_t r = 0; r < rows; r++)
+                     for (int64_t h = 0; h < heads; h++)
+                         norm_row(x + r * stride + h * dim, dim, norm, x + r * stride + h * dim);)
 }
 
 // x [dim] rotated in place: halves (a, b) become (a cos - b sin, b cos + a sin), each product and sum rounded
@@ -106,12 +107,14 @@ static inline void rotate_head(bf16 *x, int64_t dim, const bf16 *cos, const bf16
     }
 }
 
-// x[t, h, :] rotated by the angles of token t, in place. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim a multiple of 32
+// x[t, h, :] rotated by the angles of token t, in place. x: [rows, stride], heads * dim of it; cos, sin: [rows, dim]; dim
+// a multiple of 32
 void rotate(bf16 *x, int64_t rows, int64_t stride, int64_t heads, int64_t dim, const bf16 *cos, const bf16 *sin,
             int threads) {
-    PARALLEL_FOR(rows * heads * dim >= LONG, for (int64_t r = 0; r < rows; r++)
-                                                 for (int64_t h = 0; h < heads; h++)
-                                                     rotate_head(x + r * stride + h * dim, dim, cos + r * dim, sin + r * dim);)
+    PARALLEL_FOR(rows * heads * dim >= LONG,
+                 for (int64_t r = 0; r < rows; r++)
+                     for (int64_t h = 0; h < heads; h++)
+                         rotate_head(x + r * stride + h * dim, dim, cos + r * dim, sin + r * dim);)
 }
 
 // y = bf16(x + h), all [n], 16 divides n; y may be x

@@ -181,7 +181,7 @@ static void norm_row(const float *x, const float *added, int64_t width, const fl
 // elements, which 2 * WIDTH divides; bias: [width] or NULL.
 void layer_norm(const float *x, const float *added, int64_t rows, int64_t width, const float *weight,
                 const float *bias, float epsilon, float *y, int threads) {
-    PARALLEL_FOR(rows * width >= ALONE / 4, for (int64_t r = 0; r < rows; r++)
-                                                norm_row(x + r * width, added ? added + r * width : NULL, width, weight,
-                                                         bias, epsilon, y + r * width);)
+    PARALLEL_FOR(rows * width >= ALONE / 4,
+                 for (int64_t r = 0; r < rows; r++)
+                     norm_row(x + r * width, added ? added + r * width : NULL, width, weight, bias, epsilon, y + r * width);)
 }

@@ -10,7 +10,7 @@ import pytest
 
 from lorikeet.router.config import RouterConfig
 from lorikeet.router.errors import ChatTemplateError
-from lorikeet.router.text.tokenizer import Tokenizer
+from lorikeet.router.text.tokenizer import SHORT_CONVERSATION, SHORT_TEXT, Tokenizer
 from tests.router.text.vocabularies import byte_level, sentencepiece_like
 
 BOS, EOS, TURN = 0, 1, 2
@@ -93,6 +93,39 @@ def test_chat(tmp_path: Path) -> None:
     speaking = load(tmp_path, {"chat_template": "{{ bos_token }}{{ messages[0].content }}{{ eos_token }}"})
     assert speaking.template_source is not None
     assert asyncio.run(speaking.render_chat(messages)).text == "<s>hi</s>"
+
+
+SAID = {"role": "user", "content": "hi"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"text": "x" * 100_000}}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "waits"),
+    [
+        ([SAID], False),
+        ([SAID] * SHORT_CONVERSATION, False),
+        ([SAID] * (SHORT_CONVERSATION + 1), True),
+        ([{"role": "user", "content": "x" * SHORT_TEXT}], False),
+        ([{"role": "user", "content": "x" * (SHORT_TEXT + 1)}], True),
+        ([SAID, {"role": "assistant", "content": "", "tool_calls": [CALL]}], True),
+        ([SAID, {"role": "assistant", "content": "", "reasoning_content": "x" * 100_000}], True),
+        ([SAID, {"role": "tool", "content": None}], True),
+    ],
+    ids=["one", "few", "many", "short", "long", "a call", "reasoning", "no text"],
+)
+def test_only_short_conversations_take_the_event_loop(tmp_path: Path, messages: list[Any], waits: bool) -> None:
+    tokenizer = load(tmp_path, {"chat_template": "{{ messages | tojson }}"})
+    asyncio.run(tokenizer.render_chat([SAID]))  # compiles the template
+    jobs, run = list[int](), tokenizer.pool.run
+
+    async def counted(work: Any, caller: str, num_chars: int) -> Any:
+        jobs.append(num_chars)
+        return await run(work, caller, num_chars)
+
+    tokenizer.pool.run = counted  # type: ignore[method-assign]
+    assert asyncio.run(tokenizer.render_chat(messages)).text
+    assert bool(jobs) == waits
+    tokenizer.close()
 
 
 def test_the_template_of_another_file(tmp_path: Path) -> None:
