@@ -80,6 +80,8 @@ FIRST_DELAY, LONGEST_DELAY = 0.1, 2.0
 """Seconds before the next connection attempt."""
 END_SECONDS = 2.0
 """Between the end of a stream's call and that of its connection for outputs, whichever comes first."""
+WRITE_FAILED = "Internal error from Core"
+"""What grpc.aio says of a call where a write fails because the shard has ended it, in place of the shard's status."""
 EXPLAIN_SECONDS = 5.0
 """How often the reason for a missing connection over TCP is queried."""
 _CHANNEL_OPTIONS = [
@@ -281,7 +283,7 @@ class ShardClient:
         try:
             reason = await self._until_ended(call, reader, outputs) or reason
         except grpc.aio.AioRpcError as error:
-            reason = f"{error.code().name}: {error.details()}"
+            reason = reason_of(error.code(), error.details()) or reason
         except asyncio.CancelledError:
             reason = ""
             raise
@@ -315,8 +317,7 @@ class ShardClient:
         if not reader.done():
             return "the shard closed the connection for outputs"
         await reader
-        code = await call.code()
-        return "" if code is grpc.StatusCode.OK else f"{code.name}: {await call.details()}"
+        return reason_of(await call.code(), await call.details())
 
     def _take_out(self, reason: str) -> None:
         if self._fault is not None and not self._fault.done():
@@ -358,6 +359,12 @@ class ShardClient:
                     await call.write(command)
                 except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
                     return  # the stream has ended; its reader returns the reason
+
+
+def reason_of(code: grpc.StatusCode, details: str | None) -> str:
+    """Why a call has ended; "" where its status does not say it."""
+    is_unknown = code is grpc.StatusCode.INTERNAL and details == WRITE_FAILED
+    return "" if code is grpc.StatusCode.OK or is_unknown else f"{code.name}: {details}"
 
 
 class CreditAccount:

@@ -14,7 +14,7 @@ import pytest
 
 from lorikeet.proto import shard_pb2 as pb
 from lorikeet.proto.process import free_port
-from lorikeet.router.shards.link import ShardClient
+from lorikeet.router.shards.link import ShardClient, reason_of
 from lorikeet.shard.grpc.outputs import OutputConnection
 from tests.router import simulated_shard
 from tests.router.simulated_shard import SimulatedModel, SimulatedShard
@@ -290,6 +290,13 @@ async def test_all_outputs_come_before_the_end(tmp_path: Path, monkeypatch: pyte
     async with streaming(f"unix:{tmp_path}/shard.sock", LastWords) as (listener, _):
         await listener.ended.wait()
         assert listener.reasons == [("the shard closed the stream", 300)]
+
+
+def test_a_write_that_comes_too_late_is_no_reason() -> None:
+    assert reason_of(grpc.StatusCode.OK, "") == ""
+    assert reason_of(grpc.StatusCode.INTERNAL, "Internal error from Core") == ""
+    assert reason_of(grpc.StatusCode.INTERNAL, "broken") == "INTERNAL: broken"
+    assert reason_of(grpc.StatusCode.UNAVAILABLE, "gone") == "UNAVAILABLE: gone"
 
 
 class WithoutSocket(Watched):
