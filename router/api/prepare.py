@@ -4,7 +4,7 @@ All routes to the model call `prepare`. They differ in what their bodies ask for
 prompts become tokens (`Prompts`).
 """
 
-import random
+import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -414,5 +414,7 @@ def log_fields(request: GenerationRequest, num_generated: int, finish: FinishRea
 
 
 def random_seed() -> int:
-    """For a request without one. 53 bits survive every JSON reader."""
-    return random.getrandbits(53)
+    """For a request without one, and not to be guessed from those of others, which answers show. 53 bits survive every
+    JSON reader.
+    """
+    return secrets.randbits(53)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from lorikeet.shard.config import ShardConfig
+from lorikeet.shard.model.kernels import cpu
 from tests import tiny
 from tests.shard.engine.adapter_exactness import (
     Tried,
@@ -115,3 +116,34 @@ def test_base_tensors_that_training_rounded_count_as_unchanged(is_tied: bool, tm
     assert not torch.equal(own, own.bfloat16().float())
     references = {name: without_base_tensors(path, tmp_path / f"{name} bare") for name, path in adapters.items()}
     check(base, tmp_path, adapters, references)
+
+
+@pytest.mark.skipif(not cpu.available(), reason="needs a compiler")
+def test_adapters_on_packed_ends_have_the_bits_of_untied_ones(tmp_path: Path) -> None:
+    """In bfloat16 a tied embedding reads the packed weight of the head."""
+    tied = tiny.make("llama", tmp_path / "tied", tie_word_embeddings=True)
+    AutoModelForCausalLM.from_pretrained(tied, dtype=torch.bfloat16).save_pretrained(tied)
+    untied = AutoModelForCausalLM.from_pretrained(tied, dtype=torch.bfloat16)
+    untied.config.tie_word_embeddings = False
+    untied.lm_head.weight = torch.nn.Parameter(untied.lm_head.weight.clone())
+    untied.save_pretrained(tmp_path / "untied")
+    configs: dict[str, peft.PeftConfig] = {
+        name: peft.LoraConfig(r=4, lora_alpha=8, target_modules=targets) for name, targets in TARGETS.items()
+    }
+    attention = ["q_proj", "v_proj"]
+    configs["whole"] = peft.LoraConfig(r=4, target_modules=attention, modules_to_save=TARGETS["both"])
+    configs["token"] = peft.LoraConfig(r=4, target_modules=attention, trainable_token_indices=[3, 5, 7])
+    adapters = make_adapters(tmp_path / "untied", tmp_path, configs, seed=3, save_embedding_layers=False)
+    chosen = [*adapters, ""]
+    prompts = prompts_of("llama", [5 + 2 * number for number in range(len(chosen))])
+    results = []
+    for base in (tied, tmp_path / "untied"):
+        store = tmp_path / f"store of {base.name}"
+        digests = lay_out(base, store, adapters, dtype="bfloat16")
+        config = ShardConfig(
+            "llama", str(base), "unix:/dev/null", max_total_tokens=128, step_tokens=40, adapter_store=str(store),
+            max_active_adapters=8,
+        )  # fmt: skip
+        results.append(through_engine(config, prompts, [digests[name] if name else "" for name in chosen]))
+    assert results[0] == results[1]
+    assert len(set(map(tuple, results[0]))) == len(chosen)
