@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from lorikeet.adapters.keys import sha256
+from lorikeet.router.http_protocol import header
 from tests.router.threaded_serving import ThreadedServing
 
 NAMES = (
@@ -125,3 +126,11 @@ def test_the_limit_of_kept_bytes_holds_with_details(empty_server: ThreadedServin
     answer = httpx.post(f"{empty_server.url}/generate_stream", json=body, headers=headers, timeout=60)
     assert answer.status_code == 200 and len(answer.content) > 8 * 1000
     assert len(answer.content) <= streams.num_bytes < 2 * len(answer.content)
+
+
+def test_the_first_of_several_headers_counts() -> None:
+    scope: dict[str, Any] = {
+        "headers": [(b"origin", b"http://a"), (b"x-api-key", b"caf\xe9"), (b"origin", b"http://b"), (b"empty", b"")]
+    }
+    names = (b"origin", b"x-api-key", b"empty", b"host")
+    assert [header(scope, name) for name in names] == ["http://a", "café", "", None]
