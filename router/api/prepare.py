@@ -414,7 +414,7 @@ def log_fields(request: GenerationRequest, num_generated: int, finish: FinishRea
 
 
 def random_seed() -> int:
-    """For a request without one, and not to be guessed from those of others, which answers show. 53 bits survive every
-    JSON reader.
+    """For a request without one. It cannot be computed from those of other requests, which answers show. 53 bits
+    survive every JSON reader.
     """
     return secrets.randbits(53)
