@@ -266,9 +266,9 @@ class Streams:
         self._drop(stream)
 
     async def add(self, stream: KeptStream, body: bytes) -> None:
-        """Add to a stream once there is room. What comes after its end was asked for is dropped."""
+        """Add to a stream once there is room. What still waits when it is finished or cancelled is dropped."""
         num_bytes = size_of(body)
-        while not stream.cancelled.is_set():
+        while not (stream.is_over or stream.cancelled.is_set()):
             if self._has_room(stream, num_bytes):
                 self._count(stream, num_bytes)
                 stream.add(body)
