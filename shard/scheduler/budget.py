@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 from statistics import median
+from typing import NamedTuple, Self
 
 from lorikeet.proto.shares import DEVICE_ROOM, MAX_UNSTARTED_TOKENS, Shares, fair_limits, limits_of
 from lorikeet.shard.requests.request import Request
@@ -140,27 +141,104 @@ class AdapterPrefillCaps:
         return {digest: max(least, 3 * least // num) for digest, num in num_more.items()}
 
 
+class Prompts(NamedTuple):
+    """Prompts of one kind."""
+
+    caller: str
+    adapter_digest: str
+    is_scored: bool
+    """Whether the log probabilities of their tokens are wanted."""
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        return cls(request.caller, request.adapter_digest, is_scored(request))
+
+
+class PromptShares:
+    """Prompt tokens that could be computed now, and the shares of callers in a part of a step."""
+
+    def __init__(self, tokens: Counter[Prompts], weights: Mapping[str, float]) -> None:
+        """weights: of callers, 1 for others."""
+        self._tokens = tokens
+        self._weights = weights
+
+    def by_caller(self, adapter_digest: str | None = None, *, is_scored: bool = False) -> Counter[str]:
+        """Tokens of prompts by caller: of all, of those of an adapter, or of those that are scored."""
+        tokens = Counter[str]()
+        for prompts, number in self._tokens.items():
+            if adapter_digest in (None, prompts.adapter_digest) and prompts.is_scored >= is_scored:
+                tokens[prompts.caller] += number
+        return tokens
+
+    def limits(self, num_tokens: int, adapter_digest: str | None = None, *, is_scored: bool = False) -> dict[str, int]:
+        """The most tokens, of `num_tokens` for such prompts, of callers with more of them than their share. Where many
+        have, shares of a short step are a few tokens: short prompts get up to half of them, the shortest first, so that
+        they do not wait for several steps.
+        """
+        tokens = self.by_caller(adapter_digest, is_scored=is_scored)
+        if len(tokens) < 2 or not (limits := fair_limits(tokens, self._weights, num_tokens)):
+            return {}
+        first, num_left = dict[str, int](), num_tokens // 2
+        for name in sorted(tokens, key=tokens.__getitem__):
+            number = min(tokens[name], num_left)
+            if tokens[name] > SHORT_PROMPT_TOKENS or number < limits.get(name, tokens[name]):
+                break
+            first[name] = number
+            num_left -= number
+        others = {name: number for name, number in tokens.items() if name not in first}
+        return {**fair_limits(others, self._weights, num_tokens - sum(first.values())), **first}
+
+
+class Part:
+    """What is left of a part of a step: tokens, and of those how many each caller may have that wants more than its
+    share.
+    """
+
+    def __init__(self, num_left: int, caller_limits: dict[str, int]) -> None:
+        self.num_left = num_left
+        self._caller_limits = caller_limits
+
+    def left_for(self, caller: str) -> int:
+        return min(self.num_left, self._caller_limits.get(caller, self.num_left))
+
+    def spend(self, caller: str, num_tokens: int) -> None:
+        self.num_left -= num_tokens
+        if caller in self._caller_limits:
+            self._caller_limits[caller] -= num_tokens
+
+
 class Budget:
-    """What is left of a step's tokens while it is being planned."""
+    """What is left of a step's tokens while it is being planned: of the step, of the prefill cap of each adapter that
+    has one, and of the tokens whose logits are wanted. Callers share each of these parts.
+    """
 
     def __init__(
         self,
         limits: Limits,
         adapter_prefill_caps: dict[str, int],
         step_tokens: int | None = None,
-        caller_limits: dict[str, int] | None = None,
+        shares: "PromptShares | None" = None,
     ) -> None:
         """adapter_prefill_caps: adapters whose prompts are planned in a second pass, and the tokens each may have.
-        step_tokens: of this step, None for that of the limits. caller_limits: the tokens that some callers may have.
+        step_tokens: of this step, None for that of the limits. shares: those of callers, None where none shares a step.
         """
-        self._caller_limits = caller_limits or {}
-        self.adapter_prefill_caps = adapter_prefill_caps
+        shares = shares or PromptShares(Counter(), {})
+        num_tokens = limits.step_tokens if step_tokens is None else step_tokens
+        self._step = Part(num_tokens, shares.limits(num_tokens))
+        self._capped = {
+            digest: Part(cap, shares.limits(min(cap, num_tokens), adapter_digest=digest))
+            for digest, cap in adapter_prefill_caps.items()
+        }
+        self._scored = Part(limits.max_scored, shares.limits(min(limits.max_scored, num_tokens), is_scored=True))
         self.pass_for_capped = False
         """Whether prompts of capped adapters are being planned, or everything else."""
-        self.num_left = limits.step_tokens if step_tokens is None else step_tokens
-        self.num_scored_left = limits.max_scored
         self._is_chunked = limits.chunked_prefill
         self._is_untouched = True
+
+    @property
+    def num_left(self) -> int:
+        """Tokens of the step."""
+        return self._step.num_left
 
     def is_spent(self, request: Request) -> bool:
         """Whether the request's adapter gets nothing more in this pass, except for requests one token behind."""
@@ -178,26 +256,34 @@ class Budget:
             return 0 if self.pass_for_capped else num_behind
         if not self._is_chunked:
             return num_behind if num_behind <= self._left_for(request) or self._is_untouched else 0
-        if request.num_shareable < len(request.token_ids) - 1:
-            num_behind = min(num_behind, self.num_scored_left)
+        if is_scored(request):
+            num_behind = min(num_behind, self._scored.left_for(request.caller))
         return min(num_behind, max(0, self._left_for(request)))
 
     def spend(self, request: Request, num_tokens: int) -> None:
         """Take a grant of more than one token."""
-        self.num_left -= num_tokens
         self._is_untouched = False
-        if request.caller in self._caller_limits:
-            self._caller_limits[request.caller] -= num_tokens
-        if request.adapter_digest in self.adapter_prefill_caps:
-            self.adapter_prefill_caps[request.adapter_digest] -= num_tokens
-        if request.logprobs.prefill:
-            self.num_scored_left -= num_tokens
+        self._step.spend(request.caller, num_tokens)
+        if (capped := self._capped.get(request.adapter_digest)) is not None:
+            capped.spend(request.caller, num_tokens)
+        if is_scored(request):
+            self._scored.spend(request.caller, num_tokens)
+
+    def spend_on_drafts(self, num_tokens: int) -> None:
+        """Take tokens for drafts."""
+        self._step.num_left -= num_tokens
 
     def _left_for(self, request: Request) -> int:
-        if (request.adapter_digest in self.adapter_prefill_caps) != self.pass_for_capped:
+        capped = self._capped.get(request.adapter_digest)
+        if (capped is not None) != self.pass_for_capped:
             return 0
-        left = min(self.num_left, self._caller_limits.get(request.caller, self.num_left))
-        return min(left, self.adapter_prefill_caps.get(request.adapter_digest, left))
+        left = self._step.left_for(request.caller)
+        return left if capped is None else min(left, capped.left_for(request.caller))
+
+
+def is_scored(request: Request) -> bool:
+    """Whether log probabilities of the prompt are still to be computed."""
+    return request.num_shareable < len(request.token_ids) - 1
 
 
 class OomBackoff:
@@ -372,44 +458,29 @@ class Callers:
         for caller in self._shares.turns(is_over):
             yield lanes[caller].popleft()
 
-    def prompt_tokens(
+    def prompt_shares(
         self, running: Iterable[Request], is_parked: Callable[[Request], bool], enough: int
-    ) -> Counter[str]:
-        """Tokens of prompts that could be computed now, by caller: of requests that run, and of those that may. The
-        latter are counted up to `enough` of a caller.
+    ) -> PromptShares:
+        """Prompts that could be computed now: of requests that run, and of those that may. The latter are counted up to
+        `enough` tokens of a caller.
         """
-        tokens = Counter[str]()
+        tokens, of_callers = Counter[Prompts](), Counter[str]()
         for request in running:
             num_behind = request.num_known - request.num_computed
             if num_behind > 1:
-                tokens[request.caller] += num_behind
+                tokens[Prompts.of(request)] += num_behind
+                of_callers[request.caller] += num_behind
         for caller, lane in self._lanes.items():
             if self.is_blocked(caller):
                 continue
             for request in lane:
-                if tokens[caller] >= enough:
+                if of_callers[caller] >= enough:
                     break
                 num_behind = request.num_known - request.num_computed
                 if num_behind > 1 and not is_parked(request):
-                    tokens[caller] += num_behind
-        return tokens
-
-    def prompt_limits(self, tokens: Counter[str], step_tokens: int) -> dict[str, int]:
-        """The most prompt tokens of a step, of callers with more of them than their share. Where many have, shares of a
-        short step are a few tokens: short prompts get up to half of the step, the shortest first, so that they do not
-        wait for several.
-        """
-        if len(tokens) < 2 or not (limits := fair_limits(tokens, self._weights, step_tokens)):
-            return {}
-        first, num_left = dict[str, int](), step_tokens // 2
-        for name in sorted(tokens, key=tokens.__getitem__):
-            number = min(tokens[name], num_left)
-            if tokens[name] > SHORT_PROMPT_TOKENS or number < limits.get(name, tokens[name]):
-                break
-            first[name] = number
-            num_left -= number
-        others = {name: number for name, number in tokens.items() if name not in first}
-        return {**fair_limits(others, self._weights, step_tokens - sum(first.values())), **first}
+                    tokens[Prompts.of(request)] += num_behind
+                    of_callers[caller] += num_behind
+        return PromptShares(tokens, self._weights)
 
     def check(self, running: Iterable[Request], waiting: Iterable[Request]) -> None:
         """Prove that the requests of callers are counted. Raises RuntimeError."""

@@ -191,7 +191,7 @@ class Proposer:
         offer = best_offer(drafters, request, room) if room > 0 and item.is_decode else None
         for drafter in drafters:
             is_offered = offer is not None and offer.source == drafter.value
-            budget.num_left -= drafter.take_in(item, is_offered, budget.num_left)
+            budget.spend_on_drafts(drafter.take_in(item, is_offered, budget.num_left))
         return offer if offer is not None and self.drafters.is_ready(item, offer) else None
 
     def _add(self, item: ScheduledRequest, offer: Offer, width: int) -> None:

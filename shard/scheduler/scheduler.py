@@ -25,6 +25,7 @@ from lorikeet.shard.scheduler.budget import (
     Limits,
     OomBackoff,
     PromptChunks,
+    PromptShares,
     backlog,
 )
 from lorikeet.shard.scheduler.decoding import DecodeStep, DecodingRequests, may_decode
@@ -319,12 +320,11 @@ class Scheduler:
         self, scheduled: list[ScheduledRequest], caps: dict[str, int], suspect: Request | None
     ) -> Budget:
         """Launch the requests of a step within its budget. Returns what is left of that."""
-        prompts = self._prompts_of_callers() if suspect is None else Counter[str]()
-        step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens(prompts))
+        shares = self._prompt_shares() if suspect is None else None
+        step_tokens = min(self.oom_backoff.step_tokens, self._choose_step_tokens(shares))
         if self._capped_adapters_skipped and self._num_prompt_tokens_without(caps) >= CAPPED_STEPS * step_tokens:
             caps = {}  # nothing would be left for the capped adapters
-        caller_limits = self.callers.prompt_limits(prompts, step_tokens)
-        budget = Budget(self.limits, caps, step_tokens, caller_limits)
+        budget = Budget(self.limits, caps, step_tokens, shares)
         is_complete = self._launch_fitting(scheduled, budget, suspect)
         has_prompts = budget.num_left < step_tokens
         self._capped_adapters_skipped = bool(caps) and has_prompts and not self._capped_adapters_skipped
@@ -347,18 +347,18 @@ class Scheduler:
         drafted = (item for item in scheduled if item.is_on_device)
         self._drafted.update((item.request, item) for item in drafted)
 
-    def _prompts_of_callers(self) -> Counter[str]:
-        """Prompt tokens that could be computed now, where callers share a step."""
+    def _prompt_shares(self) -> PromptShares | None:
+        """Prompts that could be computed now, where callers share a step."""
         if not (self.callers.are_several and self.limits.chunked_prefill):
-            return Counter()
+            return None
         enough = max(self.limits.step_tokens, MAX_UNSTARTED_TOKENS)
-        return self.callers.prompt_tokens(self._others(), self.is_parked, enough)
+        return self.callers.prompt_shares(self._others(), self.is_parked, enough)
 
-    def _choose_step_tokens(self, prompts: Counter[str]) -> int:
+    def _choose_step_tokens(self, shares: PromptShares | None) -> int:
         behind = [request.num_known - request.num_computed for request in self._others()]
         num_waiting = self.num_waiting_tokens + sum(num for num in behind if num > 1)
-        if len(prompts) > 1:
-            num_waiting = backlog(prompts)
+        if shares is not None and len(tokens := shares.by_caller()) > 1:
+            num_waiting = backlog(tokens)
         return self.prompt_chunks.choose(num_waiting, behind.count(1) + len(self.decoding), self.callers.are_unequal)
 
     def _num_prompt_tokens_without(self, digests: Container[str]) -> int:

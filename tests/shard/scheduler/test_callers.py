@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from lorikeet.proto.params import LogprobParams
 from lorikeet.shard.requests.request import FinishReason, Request, Unconstrained
 from lorikeet.shard.scheduler.budget import RECENT_STEPS, SHARED_S, Limits
 from lorikeet.shard.scheduler.kv_cache import KvCache
@@ -134,6 +135,32 @@ def test_short_prompts_are_computed_whole_although_others_are_shorter() -> None:
     tokens = steps.step()
     assert (shortest.num_computed, short.num_computed) == (6, 12)
     assert tokens.total() == 18 + 8 * 2, "the others share the rest of the step"
+
+
+def test_prompts_of_callers_share_the_prefill_cap_of_an_adapter() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=16, adapter_prefill_tokens=32))
+    steps.add("other", adapter_digest="a", max_new_tokens=1000)
+    for _ in range(4):
+        steps.add(FLOOD, num_prompt=4000, max_new_tokens=4)
+    steps.step(2)
+    assert steps.step() == {FLOOD: 32, "other": 1}
+    canary = steps.add(CANARY, num_prompt=20, max_new_tokens=2)
+    assert steps.step() == {FLOOD: 16, CANARY: 16, "other": 1}
+    assert steps.step() == {FLOOD: 28, CANARY: 4, "other": 1}
+    assert canary.num_output == 1
+    steps.add(CANARY, num_prompt=12, adapter_digest="a", max_new_tokens=2)
+    assert steps.step()[CANARY] == 12 + 1, "the adapter with fewer requests has no cap"
+
+
+def test_prompts_of_callers_share_the_scored_tokens_of_a_step() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=16, max_scored=64))
+    scored = LogprobParams(prefill=True)
+    for _ in range(4):
+        steps.add(FLOOD, num_prompt=4000, logprobs=scored)
+    assert steps.step() == {FLOOD: 64}
+    canary = steps.add(CANARY, num_prompt=20, max_new_tokens=2, logprobs=scored)
+    assert steps.step() == {FLOOD: 44, CANARY: 20}
+    assert canary.num_output == 1
 
 
 def test_a_step_does_not_look_at_requests_that_may_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
