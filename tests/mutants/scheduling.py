@@ -141,8 +141,8 @@ MUTANTS = [
     Mutant(
         "prefill tokens of a capped adapter are not deducted from its prefill cap",
         "shard/scheduler/budget.py",
-        "self.adapter_prefill_caps[request.adapter_digest] -= num_tokens",
-        "pass",
+        "            capped.spend(request.caller, num_tokens)\n",
+        "            pass\n",
         "tests/shard/scheduler/test_budget.py::test_a_flooding_adapter_alternates_with_others_and_has_a_capped_part_of_a_step",
     ),
     Mutant(
@@ -229,5 +229,19 @@ MUTANTS = [
         "tokens[name] > SHORT_PROMPT_TOKENS or",
         "True or",
         "tests/shard/scheduler/test_callers.py::test_a_short_prompt_is_computed_first_in_small_steps",
+    ),
+    Mutant(
+        "the first caller takes all that the prefill cap of an adapter leaves",
+        "shard/scheduler/budget.py",
+        "Part(cap, shares.limits(min(cap, num_tokens), adapter_digest=digest))",
+        "Part(cap, {})",
+        "tests/shard/scheduler/test_callers.py::test_prompts_of_callers_share_the_prefill_cap_of_an_adapter",
+    ),
+    Mutant(
+        "the first caller takes all scored tokens of a step",
+        "shard/scheduler/budget.py",
+        "Part(limits.max_scored, shares.limits(min(limits.max_scored, num_tokens), is_scored=True))",
+        "Part(limits.max_scored, {})",
+        "tests/shard/scheduler/test_callers.py::test_prompts_of_callers_share_the_scored_tokens_of_a_step",
     ),
 ]
