@@ -2,7 +2,7 @@
 
 Jinja's sandbox restricts what a template may access, but not its time and memory; a process can be killed. Templates
 that were fast before share one process. All others share another one, where callers and sources take turns by the
-seconds that they used: templates that loop delay only their own kind.
+seconds that they used, and which soon runs at a lower priority: templates that loop delay only their own kind.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from lorikeet.proto.children import LineProcess, ProcessEnded
-from lorikeet.proto.process import python
+from lorikeet.proto.process import lower_priority, python, raise_priority
 from lorikeet.proto.shares import Turns
 from lorikeet.router.errors import ChatTemplateError
 from lorikeet.router.text.chat_template import NO_OPTIONS, Rendered, TemplateOptions
@@ -29,6 +29,12 @@ class TemplateProcess(LineProcess):
     max_line_bytes = 64 << 20
     log_name = "template_process"
 
+    def __init__(self, normal_s: float | None = None) -> None:
+        """normal_s: how long a prompt may run at normal priority; None for as long as it takes."""
+        super().__init__()
+        self._normal_s = normal_s
+        self._has_stepped_back = False
+
     def first_line(self) -> bytes:
         return question_of("", {}, [], NO_OPTIONS)
 
@@ -37,8 +43,24 @@ class TemplateProcess(LineProcess):
 
         Raises TimeoutError after `seconds`, and ProcessEnded; either way the next call starts another process.
         """
-        answer: dict[str, Any] = orjson.loads(await self.ask(question, seconds))
+        await self.start()
+        self._has_stepped_back = False
+        loop = asyncio.get_running_loop()
+        timer = None if self._normal_s is None else loop.call_later(self._normal_s, self._step_back)
+        try:
+            answer: dict[str, Any] = orjson.loads(await self.exchange(question, seconds))
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if self._has_stepped_back and (self.pid is None or not raise_priority(self.pid)):
+            await self.close()  # only privileged processes may raise a priority: the next prompt starts another one
         return answer
+
+    def _step_back(self) -> None:
+        """Leave the cores to the rest of the server until the prompt is rendered."""
+        if self.pid is not None:
+            self._has_stepped_back = True
+            lower_priority(NICENESS, self.pid)
 
     async def start(self) -> None:
         """Start the process if it does not run. Raises RuntimeError if it does not start twice in a row."""
@@ -60,6 +82,8 @@ SECONDS = 2.0
 """Time limit of one prompt."""
 FAST_S = 0.25
 """Time limit in the process of fast templates; a template is fast that took less than half of it."""
+NORMAL_S, NICENESS = 0.1, 9
+"""A prompt in the process of other templates runs so long at normal priority, then with this niceness."""
 SLOW_S = 0.5
 """Prompts that take longer than these seconds are charged to a budget."""
 BUDGET_S, BUDGET_PERIOD = 4.0, 60.0
@@ -106,10 +130,10 @@ class _Budgets:
 class _RenderLane:
     """One process and the prompts that wait for it."""
 
-    def __init__(self, seconds: float, budgets: _Budgets) -> None:
+    def __init__(self, seconds: float, budgets: _Budgets, process: TemplateProcess) -> None:
         self._seconds = seconds
         self._budgets = budgets
-        self._process = TemplateProcess()
+        self._process = process
         self._turns: Turns[_RenderJob] = Turns()
         self._worker: asyncio.Task[None] | None = None
 
@@ -164,8 +188,8 @@ class UntrustedTemplates:
 
     def __init__(self) -> None:
         self._budgets = _Budgets()
-        self._fast_lane = _RenderLane(FAST_S, self._budgets)
-        self._other_lane = _RenderLane(SECONDS, self._budgets)
+        self._fast_lane = _RenderLane(FAST_S, self._budgets, TemplateProcess())
+        self._other_lane = _RenderLane(SECONDS, self._budgets, TemplateProcess(NORMAL_S))
         self._fast: OrderedDict[bytes, None] = OrderedDict()
         """Hashes of templates."""
 

@@ -64,6 +64,24 @@ async def test_looping_templates_delay_only_their_own_kind(templates: UntrustedT
     assert time.monotonic() - start < 8
 
 
+async def test_a_template_that_loops_leaves_the_cores_to_others(templates: UntrustedTemplates) -> None:
+    process, own = templates._other_lane._process, os.getpriority(os.PRIO_PROCESS, 0)
+
+    def niceness() -> int:
+        return -99 if process.pid is None else os.getpriority(os.PRIO_PROCESS, process.pid)
+
+    slow = "{% for a in range(99999) %}{% for b in range(200) %}{% endfor %}{% endfor %}slow"
+    for source in (LOOP, slow):
+        templates._other_lane._seconds = 0.6 if source is LOOP else 60.0
+        rendering = asyncio.create_task(render(templates, source, source[:20]))
+        while niceness() < min(own + untrusted_templates.NICENESS, 19):
+            assert not rendering.done()
+            await asyncio.sleep(0.01)
+        assert isinstance((await asyncio.gather(rendering, return_exceptions=True))[0], ChatTemplateError | str)
+        assert await render(templates, f"new {{{{ {len(source)} }}}}", "other") == f"new {len(source)}"
+        assert niceness() == own, "the next prompt runs at normal priority"
+
+
 async def test_a_template_that_becomes_slow_leaves_the_fast_ones(templates: UntrustedTemplates) -> None:
     sometimes = "{% if messages[0].content == 'slow' %}" + LOOP + "{% endif %}ok"
     for _ in range(2):
