@@ -166,7 +166,7 @@ class PromptShares:
         """Tokens of prompts by caller: of all, of those of an adapter, or of those that are scored."""
         tokens = Counter[str]()
         for prompts, number in self._tokens.items():
-            if adapter_digest in (None, prompts.adapter_digest) and prompts.is_scored >= is_scored:
+            if adapter_digest in (None, prompts.adapter_digest) and (prompts.is_scored or not is_scored):
                 tokens[prompts.caller] += number
         return tokens
 

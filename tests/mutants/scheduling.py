@@ -244,4 +244,25 @@ MUTANTS = [
         "Part(limits.max_scored, {})",
         "tests/shard/scheduler/test_callers.py::test_prompts_of_callers_share_the_scored_tokens_of_a_step",
     ),
+    Mutant(
+        "a chat template that loops keeps its core until it is ended",
+        "router/text/untrusted_templates.py",
+        "lower_priority(NICENESS, self.pid)",
+        "pass",
+        "tests/router/text/test_untrusted_templates.py::test_a_template_that_loops_leaves_the_cores_to_others",
+    ),
+    Mutant(
+        "the process of a slow chat template stays at the lower priority",
+        "router/text/untrusted_templates.py",
+        "if self._has_stepped_back and (self.pid is None or not raise_priority(self.pid)):",
+        "if False:",
+        "tests/router/text/test_untrusted_templates.py::test_a_template_that_loops_leaves_the_cores_to_others",
+    ),
+    Mutant(
+        "a part that waits for room is counted after its stream was dropped",
+        "router/kept_streams.py",
+        "while not (stream.is_over or stream.cancelled.is_set()):",
+        "while not stream.cancelled.is_set():",
+        "tests/router/test_kept_streams.py::test_counts_are_exact_and_bounds_hold",
+    ),
 ]
