@@ -58,7 +58,9 @@ class Arrival:
     aborted_after: int | None
 
     def make(self, number: int) -> Request:
-        prompt = [(3 + number * self.kind + at * at) % VOCAB_SIZE for at in range(self.num_prompt)]
+        """Prompts of the first kind begin alike, those of all others differ from the first token on."""
+        first = 3 if self.kind == 0 else 4 + number
+        prompt = [(first + at * at) % VOCAB_SIZE for at in range(self.num_prompt)]
         return make_request(number, prompt, self.num_new, **KINDS[self.kind])
 
 
@@ -69,7 +71,9 @@ ARRIVALS = st.lists(
     ),
     min_size=1,
     max_size=10,
+    unique_by=lambda each: (each.kind, each.num_prompt),
 )  # fmt: skip
+"""No two requests have the same prompt: if both run, and one ends, either may publish the page that both have."""
 SETUPS = st.builds(
     lambda pages, running, lag, caching, on_device, fewest, drafts: lambda: Setup(
         num_pages=pages, max_running=running, commit_lag=lag, prefix_caching=caching, step_tokens=16,
