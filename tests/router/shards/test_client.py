@@ -269,18 +269,22 @@ async def test_a_connection_for_outputs_that_breaks_ends_the_stream(
 
 
 class LastWords(Watched):
-    """Ends a stream with three messages."""
+    """Ends a stream while three messages are still on their way."""
 
     async def Serve(
         self, commands: AsyncIterator[pb.Command], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepOutput]:
         outputs = await self._connection(context)
         assert outputs is not None
+        self.writing = asyncio.create_task(self._write(outputs))
+        return
+        yield
+
+    async def _write(self, outputs: OutputConnection) -> None:
+        await asyncio.sleep(0.2)
         for _ in range(3):
             await outputs.write(pb.StepOutput(outputs=[pb.RequestOutput(id=1, token_ids=[5] * 100)]))
         outputs.close()
-        return
-        yield
 
 
 async def test_all_outputs_come_before_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

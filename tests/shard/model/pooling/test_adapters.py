@@ -68,6 +68,7 @@ def test_requests_under_several_adapters_equal_peft(case: str, tmp_path: Path) -
     engine = PooledEngine(base, adapter_store=str(tmp_path / "store"), cpu_memory=1 << 27)
     prompts = prompts_of()
     chosen = [(None, "0", "1")[index % 3] for index in range(len(prompts))]
+    engine.run(prompts[:2], digests=[digests["0"], digests["1"]])  # once both are resident, a step has rows of both
     together = engine.run(prompts, digests=[digests[name] if name else "" for name in chosen])
     expected = {name: of_peft(base, adapters.get(name or ""), task, prompts, pooling) for name in (None, "0", "1")}
     for index, (adapter, vectors) in enumerate(zip(chosen, together, strict=True)):
