@@ -24,6 +24,10 @@
 // panel differ by less than 32 or 64, as many such sums are added before they are widened as its depth says: the smallest
 // weight is stored as 0, and 4 x 2 x 31 x 127 and 2 x 2 x 63 x 127 are less than 2^15. Of other panels the weights have a
 // sign, which the activation takes for the product: 2 x 128 x 127 < 2^15.
+#ifdef WITHOUT_AVX512  // for tests: as a processor with AVX2 alone
+#undef __AVX512BW__
+#undef __AVXVNNI__
+#endif
 #if defined(WITHOUT_INSTRUCTIONS)  // for tests: vectors of so many bytes
 #define VECTOR WITHOUT_INSTRUCTIONS
 #define WORDS

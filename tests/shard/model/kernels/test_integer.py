@@ -16,6 +16,7 @@ pytestmark = pytest.mark.skipif(not integer.available(), reason="needs a C compi
 
 VARIANTS = {
     "as the processor can": (),
+    "AVX2 alone": ("WITHOUT_AVX512",),
     **{f"{width} bytes": (f"WITHOUT_INSTRUCTIONS={width}",) for width in (16, 32, 64)},
 }
 COMPILED = [
