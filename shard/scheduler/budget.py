@@ -141,8 +141,8 @@ class AdapterPrefillCaps:
         return {digest: max(least, 3 * least // num) for digest, num in num_more.items()}
 
 
-class Prompts(NamedTuple):
-    """Prompts of one kind."""
+class PromptKind(NamedTuple):
+    """What the shares of a prompt's tokens depend on."""
 
     caller: str
     adapter_digest: str
@@ -155,9 +155,9 @@ class Prompts(NamedTuple):
 
 
 class PromptShares:
-    """Prompt tokens that could be computed now, and the shares of callers in a part of a step."""
+    """Prompt tokens that could be computed now, and the fair shares of their callers in a token budget."""
 
-    def __init__(self, tokens: Counter[Prompts], weights: Mapping[str, float]) -> None:
+    def __init__(self, tokens: Counter[PromptKind], weights: Mapping[str, float]) -> None:
         """weights: of callers, 1 for others."""
         self._tokens = tokens
         self._weights = weights
@@ -165,9 +165,9 @@ class PromptShares:
     def by_caller(self, adapter_digest: str | None = None, *, is_scored: bool = False) -> Counter[str]:
         """Tokens of prompts by caller: of all, of those of an adapter, or of those that are scored."""
         tokens = Counter[str]()
-        for prompts, number in self._tokens.items():
-            if adapter_digest in (None, prompts.adapter_digest) and (prompts.is_scored or not is_scored):
-                tokens[prompts.caller] += number
+        for kind, number in self._tokens.items():
+            if adapter_digest in (None, kind.adapter_digest) and (kind.is_scored or not is_scored):
+                tokens[kind.caller] += number
         return tokens
 
     def limits(self, num_tokens: int, adapter_digest: str | None = None, *, is_scored: bool = False) -> dict[str, int]:
@@ -189,10 +189,8 @@ class PromptShares:
         return {**fair_limits(others, self._weights, num_tokens - sum(first.values())), **first}
 
 
-class Part:
-    """What is left of a part of a step: tokens, and of those how many each caller may have that wants more than its
-    share.
-    """
+class TokenBudget:
+    """Prompt tokens that are left, and how many of them each caller may have that wants more than its share."""
 
     def __init__(self, num_left: int, caller_limits: dict[str, int]) -> None:
         self.num_left = num_left
@@ -209,7 +207,7 @@ class Part:
 
 class Budget:
     """What is left of a step's tokens while it is being planned: of the step, of the prefill cap of each adapter that
-    has one, and of the tokens whose logits are wanted. Callers share each of these parts.
+    has one, and of the prompt tokens whose log probabilities are wanted. Callers have fair shares of each.
     """
 
     def __init__(
@@ -224,12 +222,11 @@ class Budget:
         """
         shares = shares or PromptShares(Counter(), {})
         num_tokens = limits.step_tokens if step_tokens is None else step_tokens
-        self._step = Part(num_tokens, shares.limits(num_tokens))
+        self._step = TokenBudget(num_tokens, shares.limits(num_tokens))
         self._capped = {
-            digest: Part(cap, shares.limits(min(cap, num_tokens), adapter_digest=digest))
-            for digest, cap in adapter_prefill_caps.items()
+            digest: TokenBudget(cap, shares.limits(cap, digest)) for digest, cap in adapter_prefill_caps.items()
         }
-        self._scored = Part(limits.max_scored, shares.limits(min(limits.max_scored, num_tokens), is_scored=True))
+        self._scored = TokenBudget(limits.max_scored, shares.limits(limits.max_scored, is_scored=True))
         self.pass_for_capped = False
         """Whether prompts of capped adapters are being planned, or everything else."""
         self._is_chunked = limits.chunked_prefill
@@ -464,11 +461,11 @@ class Callers:
         """Prompts that could be computed now: of requests that run, and of those that may. The latter are counted up to
         `enough` tokens of a caller.
         """
-        tokens, of_callers = Counter[Prompts](), Counter[str]()
+        tokens, of_callers = Counter[PromptKind](), Counter[str]()
         for request in running:
             num_behind = request.num_known - request.num_computed
             if num_behind > 1:
-                tokens[Prompts.of(request)] += num_behind
+                tokens[PromptKind.of(request)] += num_behind
                 of_callers[request.caller] += num_behind
         for caller, lane in self._lanes.items():
             if self.is_blocked(caller):
@@ -478,7 +475,7 @@ class Callers:
                     break
                 num_behind = request.num_known - request.num_computed
                 if num_behind > 1 and not is_parked(request):
-                    tokens[Prompts.of(request)] += num_behind
+                    tokens[PromptKind.of(request)] += num_behind
                     of_callers[caller] += num_behind
         return PromptShares(tokens, self._weights)
 

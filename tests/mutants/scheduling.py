@@ -233,15 +233,15 @@ MUTANTS = [
     Mutant(
         "the first caller takes all that the prefill cap of an adapter leaves",
         "shard/scheduler/budget.py",
-        "Part(cap, shares.limits(min(cap, num_tokens), adapter_digest=digest))",
-        "Part(cap, {})",
+        "TokenBudget(cap, shares.limits(cap, digest))",
+        "TokenBudget(cap, {})",
         "tests/shard/scheduler/test_callers.py::test_prompts_of_callers_share_the_prefill_cap_of_an_adapter",
     ),
     Mutant(
         "the first caller takes all scored tokens of a step",
         "shard/scheduler/budget.py",
-        "Part(limits.max_scored, shares.limits(min(limits.max_scored, num_tokens), is_scored=True))",
-        "Part(limits.max_scored, {})",
+        "TokenBudget(limits.max_scored, shares.limits(limits.max_scored, is_scored=True))",
+        "TokenBudget(limits.max_scored, {})",
         "tests/shard/scheduler/test_callers.py::test_prompts_of_callers_share_the_scored_tokens_of_a_step",
     ),
     Mutant(

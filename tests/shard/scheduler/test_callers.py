@@ -152,6 +152,14 @@ def test_prompts_of_callers_share_the_prefill_cap_of_an_adapter() -> None:
     assert steps.step()[CANARY] == 12 + 1, "the adapter with fewer requests has no cap"
 
 
+def test_prompts_of_other_adapters_take_nothing_of_a_prefill_cap() -> None:
+    steps = Steps(Limits(step_tokens=512, max_running=16, adapter_prefill_tokens=32))
+    for _ in range(4):
+        steps.add(FLOOD, num_prompt=4000, max_new_tokens=4)
+    steps.add(CANARY, num_prompt=1500, adapter_digest="a")
+    assert {steps.step()[FLOOD] for _ in range(4)} == {0, 32}, "they take turns with prompts without a cap"
+
+
 def test_prompts_of_callers_share_the_scored_tokens_of_a_step() -> None:
     steps = Steps(Limits(step_tokens=512, max_running=16, max_scored=64))
     scored = LogprobParams(prefill=True)
@@ -161,6 +169,8 @@ def test_prompts_of_callers_share_the_scored_tokens_of_a_step() -> None:
     canary = steps.add(CANARY, num_prompt=20, max_new_tokens=2, logprobs=scored)
     assert steps.step() == {FLOOD: 44, CANARY: 20}
     assert canary.num_output == 1
+    steps.add("other", num_prompt=4000)
+    assert steps.step()[FLOOD] == 64, "other prompts take none of them"
 
 
 def test_a_step_does_not_look_at_requests_that_may_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
