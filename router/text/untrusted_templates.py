@@ -2,7 +2,7 @@
 
 Jinja's sandbox restricts what a template may access, but not its time and memory; a process can be killed. Templates
 that were fast before share one process. All others share another one, where callers and sources take turns by the
-seconds that they used, and which soon runs at a lower priority: templates that loop delay only their own kind.
+seconds that they used, and whose priority is lowered after NORMAL_S: templates that loop delay only their own kind.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class TemplateProcess(LineProcess):
         return answer
 
     def _step_back(self) -> None:
-        """Leave the cores to the rest of the server until the prompt is rendered."""
+        """Lower the priority of the process until the prompt is rendered."""
         if self.pid is not None:
             self._has_stepped_back = True
             lower_priority(NICENESS, self.pid)
@@ -83,7 +83,8 @@ SECONDS = 2.0
 FAST_S = 0.25
 """Time limit in the process of fast templates; a template is fast that took less than half of it."""
 NORMAL_S, NICENESS = 0.1, 9
-"""A prompt in the process of other templates runs so long at normal priority, then with this niceness."""
+"""In the process of the other templates a prompt runs for NORMAL_S seconds at normal priority, then with this niceness,
+above the router's own."""
 SLOW_S = 0.5
 """Prompts that take longer than these seconds are charged to a budget."""
 BUDGET_S, BUDGET_PERIOD = 4.0, 60.0

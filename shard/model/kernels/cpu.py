@@ -181,7 +181,7 @@ def take_rows(packed: torch.Tensor, num_out: int, num_in: int, ids: torch.Tensor
     ids = ids.long().contiguous()
     y = packed.new_empty(*ids.shape, num_in)
     if not _load().take_rows(packed, num_out, num_in, ids, ids.numel(), y, torch.get_num_threads()):
-        raise IndexError(f"an id is not below {num_out}")
+        raise IndexError(f"token ids must be below {num_out}")
     return y
 
 

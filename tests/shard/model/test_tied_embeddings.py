@@ -41,7 +41,7 @@ def test_a_tied_model_has_the_bits_of_the_same_weights_twice(name: str, tmp_path
     assert isinstance(embedding, PackedEmbedding) and not embedding.weight.numel()
     assert isinstance(head, PackedLinear) and head.matrix is embedding.matrix
     assert torch.equal(embedding(ids), expected)
-    with pytest.raises(IndexError, match="not below 323"):
+    with pytest.raises(IndexError, match="must be below 323"):
         embedding(torch.tensor([[1, 323]]))
 
     twice = loaded(tmp_path / "twice")
