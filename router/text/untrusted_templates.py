@@ -211,9 +211,9 @@ class UntrustedTemplates:
         try:
             answer = await self._answer(key, who, question)
         except TimeoutError:
-            raise ChatTemplateError(f"the adapter's template took longer than {SECONDS:g} s") from None
+            raise ChatTemplateError(f"the chat template took longer than {SECONDS:g} s") from None
         except ProcessEnded:
-            raise ChatTemplateError("the adapter's template needs too much memory") from None
+            raise ChatTemplateError("the chat template needs too much memory") from None
         if "error" in answer:
             raise ChatTemplateError(str(answer["error"])[:1000])
         return Rendered(str(answer["text"]), tuple(answer["unread"]))
